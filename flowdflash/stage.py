@@ -1,0 +1,384 @@
+"""The contract of a stage: what an author writes, and what the runtime gives in return.
+
+A stage is a class with a nested pydantic ``Config``; it is built from its config and nothing else, so class and config
+can cross a process border while the object never does. A stage never sees a thread, a queue or a lock. Its life has
+three phases: ``check`` (no torch; facts from configs alone), ``open`` (devices, files, models; on the thread that will
+run it, one stage at a time) and run (the one method of its kind), then ``close``, which is called once whatever happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
+
+from flowdflash.errors import Problem
+from flowdflash.items import (
+    BatchInfo,
+    BatchTable,
+    Checkpoint,
+    FeatureBatch,
+    GeneratedBatch,
+    IntArray,
+    SampleTable,
+    StepRecord,
+    TokenBatch,
+)
+
+Kind = Literal["source", "bucketer", "interleaver", "dispatcher", "target-forward", "generator", "drafter", "sink"]
+KINDS: tuple[Kind, ...] = (
+    "source",
+    "bucketer",
+    "interleaver",
+    "dispatcher",
+    "target-forward",
+    "generator",
+    "drafter",
+    "sink",
+)
+
+
+def _against_base(path: Path, info: ValidationInfo) -> Path:
+    base = (info.context or {}).get("base")
+    path = path.expanduser()
+    return path if path.is_absolute() or base is None else (Path(base) / path).resolve()
+
+
+PipelinePath = Annotated[Path, AfterValidator(_against_base)]
+"""A path in a pipeline file: relative to the folder of the file that it is written in."""
+
+
+def _model_ref(text: str, info: ValidationInfo) -> str:
+    if text.startswith((".", "~", "/")):
+        return str(_against_base(Path(text), info))
+    return text
+
+
+ModelRef = Annotated[str, AfterValidator(_model_ref)]
+"""A model: a local folder (starts with ``.``, ``/`` or ``~``), a model that flowdflash can fetch, or a Hugging Face id."""
+
+
+class StageConfig(BaseModel):
+    """Base of every ``Config``: frozen, unknown keys refused, NaN and infinity refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
+
+
+@dataclass(slots=True)
+class Check:
+    """What a stage sees in the check phase, and where it reports.
+
+    Attributes:
+        stage: name of the stage in the pipeline.
+        facts: facts of everything upstream, merged. Names in use: ``tokenizer`` and ``model`` (model references),
+            ``max_length`` (tokens), ``epochs``, ``buckets`` (count), ``hidden_size``, ``num_layers`` (decoder layers of
+            the target), ``layers`` (tapped layers), ``vocab_size``, ``mask_token_id``, ``dtype``, ``replicas``,
+            ``block_size``, ``window`` (micro-batches per optimizer step). A fact that cannot be known without opening a
+            model is absent.
+        problems: what has been reported; ``path`` is relative to the stage.
+    """
+
+    stage: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def refuse(self, option: str, message: str, hint: str = "") -> None:
+        """Report an error at an option of this stage (``""`` for the stage itself)."""
+        self.problems.append(Problem(message, path=option, hint=hint))
+
+    def warn(self, option: str, message: str, hint: str = "") -> None:
+        """Report something that does not stop a run."""
+        self.problems.append(Problem(message, path=option, hint=hint, severity="warning"))
+
+
+class Report(Protocol):
+    """Where a stage tells a person what it is doing. Safe to call from any thread."""
+
+    def info(self, text: str) -> None:
+        """One line."""
+
+    def warn(self, text: str) -> None:
+        """One line that a person should see."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Long work: ``done`` of ``total``; a bar on a terminal, a line per interval elsewhere."""
+
+
+class SilentReport:
+    """A report that keeps its lines and prints nothing."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, text: str) -> None:
+        """Keep the line."""
+        self.lines.append(text)
+
+    def warn(self, text: str) -> None:
+        """Keep the line, marked."""
+        self.lines.append(f"warning: {text}")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Drop it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What is known of a run before it starts.
+
+    Attributes:
+        epochs: passes over the data.
+        batches: batches in the whole run; 0 if the source is streaming.
+        steps: optimizer steps in the whole run (windows do not cross epochs); 0 if unknown.
+        samples_per_epoch, tokens_per_epoch: over one epoch.
+    """
+
+    epochs: int
+    batches: int
+    steps: int
+    samples_per_epoch: int = 0
+    tokens_per_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenContext:
+    """What a stage is given when it opens.
+
+    Attributes:
+        stage: name of the stage in the pipeline.
+        run_dir: folder of this run; the stage may write there under names that start with its own.
+        cache_dir: the user's cache, shared between runs.
+        seed: seed of the pipeline.
+        facts: facts of everything upstream, as in ``Check``.
+        report: where to tell a person something.
+        replica, replicas: which copy of the stage this is.
+        plan: known before the data plane opens; None on the planning plane.
+        checkpoint_due: ``checkpoint_due(step, reason)`` is True if some sink wants a checkpoint there.
+        waits: seconds that each edge's consumer has waited for input, by ``from->to``, since the run began.
+    """
+
+    stage: str
+    run_dir: Path
+    cache_dir: Path
+    seed: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    report: Report = field(default_factory=SilentReport)
+    replica: int = 0
+    replicas: int = 1
+    plan: PlanSummary | None = None
+    checkpoint_due: Callable[[int, str], bool] = lambda step, reason: False
+    waits: Callable[[], Mapping[str, float]] = dict
+
+
+class Stage:
+    """Base of all stages. Authors derive from one of the kinds below, never from this.
+
+    Attributes:
+        kind: which of the kinds it is.
+        type: name in the registry; what ``type:`` in a pipeline says.
+        reads: payload class of the input.
+        writes: payload class per output port; the port named ``""`` is what a bare ``inputs: name`` reads.
+    """
+
+    kind: ClassVar[Kind]
+    type: ClassVar[str]
+    reads: ClassVar[tuple[type, ...]] = ()
+    writes: ClassVar[Mapping[str, type]] = {}
+
+    class Config(StageConfig):
+        """No options."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of this stage run at once, each on its own thread."""
+        return int(getattr(self.config, "replicas", 1))
+
+    def check(self, check: Check) -> Mapping[str, Any]:
+        """Look at config and upstream facts, report problems, return facts for the stages downstream."""
+        return {}
+
+    def open(self, ctx: OpenContext) -> None:
+        """Take hold of devices, files and models."""
+
+    def close(self) -> None:
+        """Let go of everything. Called once after ``open`` was tried, whatever happened since."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Progress worth keeping: tensors and plain values only."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up progress that ``state`` gave."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """What a person wants to read of this stage when the run has ended; plain values, units in names."""
+        return {}
+
+
+class Source(Stage):
+    """Knows how many samples there are and how long each is; fetches tokens on demand."""
+
+    kind = "source"
+    writes: ClassVar[Mapping[str, type]] = {"": SampleTable}
+    streaming: ClassVar[bool] = False
+    """True if the number of samples is not known before they have been read."""
+
+    def epochs(self) -> Iterator[SampleTable]:
+        """One table per block, epoch after epoch; the last block of an epoch says so."""
+        raise NotImplementedError
+
+    def tokens(self, sample_id: int) -> tuple[IntArray, np.ndarray[Any, Any]]:
+        """``input_ids [n]`` and ``loss_mask [n]`` (bool) of one sample. Called from several threads at once."""
+        raise NotImplementedError
+
+
+class Bucketer(Stage):
+    """Groups samples into batches: a pure function on columns."""
+
+    kind = "bucketer"
+    reads = (SampleTable,)
+    writes: ClassVar[Mapping[str, type]] = {"": BatchTable}
+    leftover_reason: ClassVar[str] = "no full batch at the end of the epoch"
+    """Why samples that are left over at the end of an epoch are not trained on; they are counted under it."""
+
+    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
+        """Batches over ``samples``, and the samples to hold back for the next block.
+
+        Every sample is in exactly one batch or in the leftover; the runtime checks it. What is left over from the last
+        block of an epoch is counted as dropped.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What an interleaver may know besides the batches.
+
+    Attributes:
+        window: micro-batches per optimizer step.
+        buckets: ``[t]`` buckets of the batches already ordered in this epoch.
+    """
+
+    window: int = 1
+    buckets: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Interleaver(Stage):
+    """Puts batches into order: a pure function on columns."""
+
+    kind = "interleaver"
+    reads = (BatchTable,)
+    writes: ClassVar[Mapping[str, type]] = {"": BatchInfo}
+
+    def order(self, batches: BatchTable, history: History, rng: np.random.Generator) -> Iterable[int]:
+        """Indices into ``batches``, each exactly once; an array or a generator. The runtime checks it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What a dispatcher may know of one replica.
+
+    Attributes:
+        replica: its number.
+        outstanding: batches handed to it and not finished, the one in work included.
+        outstanding_cost: their summed cost.
+        capacity: most batches it may have outstanding.
+        dispatched: batches handed to it so far.
+    """
+
+    replica: int
+    outstanding: int
+    outstanding_cost: float
+    capacity: int
+    dispatched: int
+
+    @property
+    def full(self) -> bool:
+        """It can take no batch now."""
+        return self.outstanding >= self.capacity
+
+
+class Dispatcher(Stage):
+    """Decides which replica gets the next batch. Called under one lock: a policy cannot race."""
+
+    kind = "dispatcher"
+    reads = (BatchInfo, BatchTable)
+    writes: ClassVar[Mapping[str, type]] = {"": TokenBatch}
+
+    def route(self, loads: Sequence[ReplicaLoad], batch: BatchInfo) -> int | None:
+        """The replica for ``batch``, or None to be asked again when a load has changed.
+
+        If the replica named is full, the batch, and all behind it, wait for it.
+        """
+        raise NotImplementedError
+
+
+class TargetForward(Stage):
+    """Runs the frozen target over a batch and keeps the outputs of the tapped layers."""
+
+    kind = "target-forward"
+    reads = (TokenBatch,)
+    writes: ClassVar[Mapping[str, type]] = {"": FeatureBatch}
+
+    def forward(self, batch: TokenBatch) -> FeatureBatch:
+        """Features of a batch. Gradients are off on the calling thread."""
+        raise NotImplementedError
+
+
+class Generator(Stage):
+    """Lets the target answer a batch of prompts."""
+
+    kind = "generator"
+    reads = (TokenBatch,)
+    writes: ClassVar[Mapping[str, type]] = {"": GeneratedBatch}
+
+    def generate(self, batch: TokenBatch) -> GeneratedBatch:
+        """Responses to a batch of prompts."""
+        raise NotImplementedError
+
+
+class Drafter(Stage):
+    """Owns draft, optimizer, schedule and accumulation window."""
+
+    kind = "drafter"
+    reads = (FeatureBatch,)
+    writes: ClassVar[Mapping[str, type]] = {"records": StepRecord, "checkpoints": Checkpoint}
+
+    def begin(self) -> Iterable[StepRecord | Checkpoint]:
+        """Called once before the first batch: a checkpoint of the untrained draft, if some sink wants one."""
+        return ()
+
+    def step(self, batch: FeatureBatch) -> Iterable[StepRecord | Checkpoint]:
+        """Take in one micro-batch; a record when it completes an optimizer step, a checkpoint where one is due."""
+        raise NotImplementedError
+
+    def finish(self, reason: Literal["final", "interrupted"]) -> Iterable[StepRecord | Checkpoint]:
+        """The end of the run. ``final`` closes an open window; ``interrupted`` drops it, as if never seen."""
+        raise NotImplementedError
+
+    @property
+    def done(self) -> bool:
+        """No further batch is wanted (a step limit is reached)."""
+        return False
+
+
+class Sink(Stage):
+    """Takes items and writes them somewhere."""
+
+    kind = "sink"
+
+    def write(self, item: Any) -> None:
+        """Take one item."""
+        raise NotImplementedError
+
+    def wants(self, step: int, reason: str) -> bool:
+        """Of a sink for checkpoints: is one wanted at this step? ``reason`` is ``start``, ``every`` or ``final``."""
+        return True
