@@ -1,0 +1,1 @@
+"""The built-in stages, one file each, registered through the same hook as those of any plugin."""
