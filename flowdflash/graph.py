@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+import networkx as nx
 
 from flowdflash.stage import Kind, Stage
 
@@ -35,6 +38,9 @@ class Edge:
         return f"{self.source}.{self.port}->{self.target}" if self.port else f"{self.source}->{self.target}"
 
 
+_StageClass = type[Stage]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """One stage of a checked pipeline.
@@ -51,7 +57,7 @@ class Node:
     name: str
     kind: Kind
     type: str
-    cls: type[Stage]
+    cls: _StageClass
     config: Any
     inputs: tuple[Edge, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -59,10 +65,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A checked pipeline: nodes by name in topological order (stable: order of the file breaks ties), and all edges."""
+    """A checked pipeline.
+
+    Attributes:
+        nodes: by name in topological order; the order of the file breaks ties.
+        edges: all edges, by reader in the order of ``nodes``.
+        returned: the facts that each stage returned from ``check``, by stage.
+    """
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...]
+    returned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def outputs(self, name: str) -> tuple[Edge, ...]:
         """Edges that leave a stage."""
@@ -71,3 +84,53 @@ class Graph:
     def of_kind(self, kind: Kind) -> tuple[Node, ...]:
         """Nodes of one kind, in topological order."""
         return tuple(node for node in self.nodes.values() if node.kind == kind)
+
+    def downstream(self, name: str) -> tuple[Node, ...]:
+        """Every stage that a stage feeds, directly or not, nearest first; topological order among equals."""
+        distance, rim = {name: 0}, [name]
+        while rim:
+            reached = {edge.target: None for at in rim for edge in self.outputs(at) if edge.target not in distance}
+            rim = list(reached)
+            distance |= dict.fromkeys(rim, max(distance.values()) + 1)
+        del distance[name]
+        return tuple(
+            sorted((node for node in self.nodes.values() if node.name in distance), key=lambda n: distance[n.name])
+        )
+
+
+def downstream_fact(graph: Graph, name: str, fact: str) -> Any:
+    """What the nearest stage downstream of ``name`` returned as ``fact``, or None if none did.
+
+    Facts flow down with the data; this is for the few that are wanted upstream: an interleaver is told the accumulation
+    window, which the drafter sets.
+    """
+    for node in graph.downstream(name):
+        facts = graph.returned.get(node.name, {})
+        if fact in facts:
+            return facts[fact]
+    return None
+
+
+MAX_CYCLES = 20
+"""Most cycles told at once, for stages that are tangled; the count grows exponentially."""
+
+
+def topological(names: Sequence[str], wires: Iterable[tuple[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Names in topological order, and the cycles.
+
+    Stages on a cycle are left out of the order. Where the wires leave a choice, the order of ``names`` holds. A cycle
+    starts with the stage that comes first in ``names``.
+    """
+    rank = {name: i for i, name in enumerate(names)}
+    tangle = nx.DiGraph()
+    tangle.add_nodes_from(names)
+    tangle.add_edges_from(dict.fromkeys(wires))
+    cycles = []
+    for cycle in islice(nx.simple_cycles(tangle), MAX_CYCLES):
+        first = cycle.index(min(cycle, key=rank.__getitem__))
+        cycles.append([*cycle[first:], *cycle[:first]])
+    for knot in list(nx.strongly_connected_components(tangle)):
+        if len(knot) > 1 or tangle.has_edge(*knot, *knot):
+            tangle.remove_nodes_from(knot)
+    order = list(nx.lexicographical_topological_sort(tangle, key=rank.__getitem__))
+    return order, sorted(cycles, key=lambda cycle: [rank[name] for name in cycle])

@@ -94,7 +94,11 @@ class BatchTable:
 
     @classmethod
     def build(
-        cls, samples: SampleTable, groups: Sequence[IntArray], bucket: Sequence[int] | IntArray, cost: FloatArray | None = None
+        cls,
+        samples: SampleTable,
+        groups: Sequence[IntArray],
+        bucket: Sequence[int] | IntArray,
+        cost: FloatArray | None = None,
     ) -> BatchTable:
         """A table from one array of positions in ``samples`` per batch. Padding is to the longest of the batch.
 
@@ -209,12 +213,14 @@ class TokenBatch:
         input_ids: ``[b, S]`` int64 numpy array.
         loss_mask: ``[b, S]`` bool, True where a token carries a loss; False on padding.
         lengths: ``[b]`` int64, real tokens per row.
+        rows: what ``Source.row`` gives for each sample, where a generator reads; else empty.
     """
 
     info: BatchInfo
     input_ids: IntArray
     loss_mask: NDArray[np.bool_]
     lengths: IntArray
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -271,12 +277,14 @@ class GeneratedBatch:
         texts: one decoded response per sample.
         token_counts: generated tokens per sample, the end-of-turn token included.
         finish_reasons: per sample, ``stop`` (end-of-turn token) or ``length``.
+        rows: the rows of the prompts, as in ``TokenBatch``.
     """
 
     info: BatchInfo
     texts: tuple[str, ...]
     token_counts: tuple[int, ...]
     finish_reasons: tuple[Literal["stop", "length"], ...]
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -339,7 +347,9 @@ class StepRecord:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+        return {
+            k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in plain.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

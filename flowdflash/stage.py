@@ -8,13 +8,15 @@ run it, one stage at a time) and run (the one method of its kind), then ``close`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema
 
 from flowdflash.errors import Problem
 from flowdflash.items import (
@@ -62,10 +64,32 @@ ModelRef = Annotated[str, AfterValidator(_model_ref)]
 """A model: a local folder (starts with ``.``, ``/`` or ``~``), a model that flowdflash can fetch, or a Hugging Face id."""
 
 
+_UNITS = {"": 1, "b": 1} | {
+    f"{p}{i}b": (1024 if i else 1000) ** (n + 1) for n, p in enumerate("kmgt") for i in ("", "i")
+}
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", value, re.ASCII)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError("input should be a size such as 512MB, 1.5 GiB or a number of bytes")
+    return round(Fraction(found[1]) * _UNITS[found[2].lower()])
+
+
+_BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}], "examples": ["512MB", "4GiB"]}
+
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0), WithJsonSchema(_BYTES_SCHEMA)]
+"""A number of bytes, written as ``4GiB`` (1024s), ``512MB`` (1000s), ``1.5 GiB`` or a plain number."""
+
+
 class StageConfig(BaseModel):
     """Base of every ``Config``: frozen, unknown keys refused, NaN and infinity refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
 
 
 @dataclass(slots=True)
@@ -126,6 +150,19 @@ class SilentReport:
         """Drop it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """Token ids that occur in a source's data: sorted, unique.
+
+    Attributes:
+        token_ids: ``[n]`` every id.
+        supervised_token_ids: ``[m]`` ids that occur where a token carries a loss.
+    """
+
+    token_ids: IntArray
+    supervised_token_ids: IntArray
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
     """What is known of a run before it starts.
@@ -135,6 +172,7 @@ class PlanSummary:
         batches: batches in the whole run; 0 if the source is streaming.
         steps: optimizer steps in the whole run (windows do not cross epochs); 0 if unknown.
         samples_per_epoch, tokens_per_epoch: over one epoch.
+        vocabulary: which token ids the data holds; None if the source cannot tell.
     """
 
     epochs: int
@@ -142,6 +180,7 @@ class PlanSummary:
     steps: int
     samples_per_epoch: int = 0
     tokens_per_epoch: int = 0
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +276,18 @@ class Source(Stage):
     def tokens(self, sample_id: int) -> tuple[IntArray, np.ndarray[Any, Any]]:
         """``input_ids [n]`` and ``loss_mask [n]`` (bool) of one sample. Called from several threads at once."""
         raise NotImplementedError
+
+    def row(self, sample_id: int) -> Mapping[str, Any] | None:
+        """What a person wrote: ``messages`` of a prompt, and what else its row holds; None where there is no such row.
+
+        Travels with batches to a generator, so that a response can be written down next to its prompt. Called from
+        several threads at once.
+        """
+        return None
+
+    def vocabulary(self) -> Vocabulary | None:
+        """Which token ids occur in the data, or None where that is not known before all of it has been read."""
+        return None
 
 
 class Bucketer(Stage):
@@ -374,6 +425,8 @@ class Sink(Stage):
     """Takes items and writes them somewhere."""
 
     kind = "sink"
+    saves: ClassVar[bool] = True
+    """Of a sink for checkpoints: one is on disk when ``write`` returns. False of a sink that only looks at them."""
 
     def write(self, item: Any) -> None:
         """Take one item."""

@@ -1,1 +1,1 @@
-"""The DFlash method: model, anchors, mask, loss, optimizer, decoding, export. Needs torch; knows nothing of pipelines."""
+"""The DFlash method: model, anchors, mask, loss, optimizer, decoding, export. It knows nothing of pipelines."""

@@ -1,1 +1,5 @@
-"""The plugin layer: hooks, the registry of stages, and the loader that keeps one broken plugin from stopping the rest."""
+"""Plugins: what they may hook into, the registry of stages, and how they are found. Authors need ``hookimpl`` only."""
+
+from flowdflash.plugin.hookspecs import hookimpl
+
+__all__ = ["hookimpl"]

@@ -1,0 +1,240 @@
+"""One conversation out of a row, whatever dialect it is written in.
+
+Read are ``messages`` or ``conversations`` with ``role``/``content`` or ``from``/``value`` and the role names human and
+gpt. All dialects give the same conversation; what cannot be read without guessing is rejected under a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowdflash.data.rejects import Rejected
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools"})
+"""Keys of a row that are read here."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation in one form: what is handed to the chat template.
+
+    Attributes:
+        messages: each with ``role`` and ``content`` (text), and ``tool_calls``, ``tool_call_id``, ``name`` or
+            ``reasoning_content`` where the row has them; arguments of tool calls are objects.
+        tools: schemas of tools, as the template takes them.
+        surrogates: half surrogate pairs were found; each has become U+FFFD.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    surrogates: bool = False
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """Positions of the assistant turns."""
+        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """Everything before the first assistant turn."""
+        answers = self.answers
+        return self.messages[: answers[0]] if answers else self.messages
+
+    def texts(self) -> Iterator[str]:
+        """Every piece of text that came from the row."""
+        yield from _strings([*self.messages, *self.tools])
+
+
+def read_conversation(value: Any) -> Conversation:
+    """The conversation in a parsed row. Its roles are known, its order is not checked.
+
+    Raises:
+        Rejected: the row holds no conversation that can be read without guessing.
+    """
+    if not isinstance(value, Mapping):
+        raise Rejected("row is not an object", f"it is {_kind(value)}")
+    entries = _entries(value)
+    messages = [_message(entry, number) for number, entry in enumerate(entries)]
+    system = value.get("system")
+    if isinstance(system, str) and system.strip():
+        if messages[0]["role"] == "system":
+            raise Rejected("two system prompts", "`system` of the row and the first message")
+        messages.insert(0, {"role": "system", "content": system})
+    # Mended last: the arguments of a tool call are JSON inside JSON and may bring their own halves.
+    (messages, tools), surrogates = _mended([messages, _tools(value.get("tools"))])
+    return Conversation(tuple(messages), tuple(tools), surrogates)
+
+
+def check_turns(conversation: Conversation, *, answered: bool) -> None:
+    """Check that the turns alternate, and that the last is an answer where one is wanted.
+
+    Raises:
+        Rejected: they do not.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    if set(roles) <= {"system", "developer"}:
+        raise Rejected("system prompt only")
+    before = ""
+    for number, role in enumerate(roles):
+        _check_step(before, role, conversation.messages[number - 1] if number else {}, number)
+        before = role
+    if answered and "assistant" not in roles:
+        raise Rejected("no assistant turn")
+    if answered and before != "assistant":
+        raise Rejected("ends without an answer", f"the last turn is {before!r}")
+
+
+def _check_step(before: str, role: str, last: Message, number: int) -> None:
+    where = f"message {number + 1}"
+    if role in ("system", "developer"):
+        if before:
+            raise Rejected("system prompt in the middle", where)
+    elif role == "user":
+        if before == "user":
+            raise Rejected("two user turns in a row", where)
+        if before == "tool":
+            raise Rejected("tool result without an answer", where)
+        if last.get("tool_calls"):
+            raise Rejected("tool call without a result", where)
+    elif role == "assistant":
+        if before in ("", "system", "developer"):
+            raise Rejected("opens with an assistant turn", where)
+        if before == "assistant":
+            raise Rejected("two assistant turns in a row", where)
+    elif not (before == "tool" or (before == "assistant" and last.get("tool_calls"))):
+        raise Rejected("tool result without a call", where)
+
+
+def _entries(value: Mapping[str, Any]) -> Sequence[Any]:
+    named = [name for name in ("messages", "conversations") if name in value]
+    filled = [name for name in named if value[name] is not None]
+    if len(filled) > 1:
+        raise Rejected("both `messages` and `conversations`", "keep one of them")
+    if not filled:
+        raise Rejected(f"`{named[0]}` is null" if named else "no `messages` or `conversations`")
+    entries = value[filled[0]]
+    if not isinstance(entries, list):
+        raise Rejected("conversation is not a list", f"`{filled[0]}` is {_kind(entries)}")
+    if not entries:
+        raise Rejected("empty conversation")
+    return entries
+
+
+def _message(entry: Any, number: int) -> Message:
+    where = f"message {number + 1}"
+    if not isinstance(entry, Mapping):
+        raise Rejected("message is not an object", f"{where} is {_kind(entry)}")
+    name = entry.get("role", entry.get("from"))
+    if not isinstance(name, str) or name not in ROLES:
+        raise Rejected("unknown role", f"{where} has {name!r}")
+    role = ROLES[name]
+    message: dict[str, Any] = {"role": role, "content": _content(entry.get("content", entry.get("value")), where)}
+    if entry.get("function_call") is not None:
+        raise Rejected("`function_call` is not supported", f"{where}: write it as `tool_calls`")
+    if entry.get("tool_calls"):
+        if role != "assistant":
+            raise Rejected("tool call outside an assistant turn", where)
+        message["tool_calls"] = [_tool_call(call, where) for call in _as_list(entry["tool_calls"], where)]
+    for key in ("reasoning_content", "tool_call_id", "name"):
+        if isinstance(entry.get(key), str):
+            message[key] = entry[key]
+    if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
+        raise Rejected(f"{'blank' if message['content'] else 'empty'} {role} message", where)
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Rejected("content is not text", f"{where} has {_kind(content)}")
+    return "".join(_part(part, where) for part in content)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    found = part.get("type") if isinstance(part, Mapping) else _kind(part)
+    raise Rejected("content part is not text", f"{where} has {found!r}")
+
+
+def _as_list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise Rejected("tool calls are not a list", f"{where} has {_kind(value)}")
+    return value
+
+
+def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Rejected("tool call without a name", where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise Rejected("tool call arguments are not JSON", f"{where}: {error}") from None
+    if not isinstance(arguments, Mapping):
+        raise Rejected("tool call arguments are not an object", f"{where} has {_kind(arguments)}")
+    kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise Rejected("`tools` is not JSON", str(error)) from None
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Rejected("`tools` is not a list of objects")
+    return tuple(tools)
+
+
+def _mended(value: Any) -> tuple[Any, bool]:
+    """The value with U+FFFD for every half surrogate pair, and whether there was any.
+
+    ``json.loads`` joins whole pairs; what is left of the range is a half, which no UTF-8 writer takes.
+    """
+    if not any(SURROGATE.search(text) for text in _strings(value, keys=True)):
+        return value, False
+    return json.loads(SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False))), True
+
+
+def _strings(value: Any, *, keys: bool = False) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if keys:
+                yield key
+            yield from _strings(inner, keys=keys)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner, keys=keys)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,222 @@
+"""Rows to samples: conversation, rendering, tokens and loss mask, in chunks.
+
+Markup in the text of a row (the name of a special token) rejects the row: a tokenizer would make a special token of it.
+A row whose ``finish_reason`` is ``length`` ends in an answer that was cut off when it was generated: its sample ends with
+the last token of that answer, since no end-of-turn token was the target's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from flowdflash.data.align import AlignedText, Ids, Mask, Specials
+from flowdflash.data.chat import CONVERSATION_KEYS, check_turns, read_conversation
+from flowdflash.data.rejects import ANCHORLESS_AFTER_CUT, TOO_LONG, UNSUPERVISED_AFTER_CUT, Rejected, Rejection
+from flowdflash.data.rows import TOO_DEEP, Row
+from flowdflash.data.split import Split
+from flowdflash.data.template import ChatTemplate, Rendering
+from flowdflash.errors import ModelInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """How rows become samples; part of the key of a token store.
+
+    Attributes:
+        task: ``train`` gives conversations with a loss mask, ``generate`` prompts with the mask all False.
+        max_length: most tokens per sample.
+        over_long: cut a longer sample at the end, or leave it out. A prompt is never cut.
+        prompt_until: a prompt holds everything before the first or before the last answer of its row.
+        surrogates: half surrogate pairs reject the row, or become U+FFFD.
+        template_options: switches of the chat template.
+        generation_marks: compare the mask with the template's generation marks, or take no notice of them.
+    """
+
+    task: Literal["train", "generate"] = "train"
+    max_length: int = 2048
+    over_long: Literal["truncate", "drop"] = "truncate"
+    prompt_until: Literal["first_answer", "last_answer"] = "first_answer"
+    surrogates: Literal["reject", "replace"] = "reject"
+    template_options: dict[str, Any] = field(default_factory=dict)
+    generation_marks: Literal["check", "ignore"] = "check"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Tokens and loss mask of one sample.
+
+    Attributes:
+        ids: ``[n]`` int32.
+        mask: ``[n]`` bool, True where a token carries a loss.
+        turn: the assistant turn that it stands for, from 0; -1 for all of its row.
+        truncated: it was cut to the limit.
+        open_turns: supervised turns that no special token closes.
+        note: JSON text kept beside the tokens; for a prompt, its row, cut to it.
+    """
+
+    ids: Ids
+    mask: Mask
+    turn: int = -1
+    truncated: bool = False
+    open_turns: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowResult:
+    """What became of one row: samples, rejections, or neither if it is of the other part of a split."""
+
+    samples: tuple[Sample, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A text that waits for its tokens: number of its row within the chunk, and what it was rendered from."""
+
+    row: int
+    rendering: Rendering
+    note: str = ""
+    cut_off: bool = False
+
+
+class ChatEncoder:
+    """Turns chunks of rows into samples.
+
+    Works on a copy of the tokenizer, so no other user of the tokenizer can change its settings or borrow it meanwhile.
+    One encoder serves one thread; inside, the tokenizer uses all cores.
+
+    Raises:
+        ModelInvalid: the tokenizer is not a fast one, or has no usable chat template.
+    """
+
+    def __init__(self, tokenizer: Any, options: EncodeOptions, split: Split | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        self._options, self._split = options, split or Split()
+        self._template = ChatTemplate(tokenizer, options.template_options, marks=options.generation_marks == "check")
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelInvalid(
+                f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'} is not a fast tokenizer, so tokens "
+                "cannot be traced back to text; convert it to tokenizer.json"
+            )
+        self._backend_json: str = tokenizer.backend_tokenizer.to_str()
+        self._backend = Tokenizer.from_str(self._backend_json)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = False
+        self._backend.post_processor = None  # without special tokens to add it could only trim white space off offsets
+        self._specials = Specials.of(tokenizer, self._backend)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over tokenizer, chat template, options and split: equal hashes give equal samples from equal rows."""
+        parts = [
+            self._backend_json,
+            self._template.fingerprint,
+            json.dumps([asdict(self._options), self._split.fingerprint]),
+        ]
+        parts.append(json.dumps(sorted(self._specials.names)))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def encode(
+        self, rows: Sequence[Row], where: Callable[[Row], str] = lambda row: f"line {row.line}"
+    ) -> list[RowResult]:
+        """What becomes of each row, in order. ``where`` names a row for an error.
+
+        Raises:
+            DataInvalid: the template's generation marks contradict its generation prompt.
+        """
+        drafts: list[_Draft] = []
+        rejections: list[list[Rejection]] = [[] for _ in rows]
+        for number, row in enumerate(rows):
+            try:
+                drafts += self._drafts(number, row)
+            except Rejected as rejected:
+                rejections[number].append(rejected.rejection)
+            except RecursionError:
+                rejections[number].append(Rejection(TOO_DEEP))
+        encodings = self._backend.encode_batch([draft.rendering.text for draft in drafts], add_special_tokens=False)
+        aligned = [
+            AlignedText(draft.rendering, encoding, self._specials)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
+        prompts = iter(self._encode_tails(aligned))
+        samples: list[list[Sample]] = [[] for _ in rows]
+        for draft, text in zip(drafts, aligned, strict=True):
+            tails = [next(prompts) for _ in draft.rendering.turns]
+            try:
+                samples[draft.row].append(self._sample(draft, text, tails, where(rows[draft.row])))
+            except Rejected as rejected:
+                rejections[draft.row].append(rejected.rejection)
+        return [RowResult(tuple(kept), tuple(left)) for kept, left in zip(samples, rejections, strict=True)]
+
+    def _drafts(self, number: int, row: Row) -> list[_Draft]:
+        if row.problem:
+            raise Rejected(row.problem, row.detail)
+        conversation = read_conversation(row.value)
+        if not self._split.wants(conversation):
+            return []
+        if conversation.surrogates and self._options.surrogates == "reject":
+            raise Rejected("half a surrogate pair", "set surrogates: replace to put U+FFFD in its place")
+        training = self._options.task == "train"
+        check_turns(conversation, answered=training)
+        if found := self._specials.found_in(conversation):
+            raise Rejected("markup in content", found)
+        if training:
+            drafts = [_Draft(number, rendering) for rendering in self._template.render(conversation)]
+            if row.value.get("finish_reason") == "length":
+                drafts[-1] = replace(drafts[-1], cut_off=True)
+            return drafts
+        messages = conversation.messages
+        if conversation.answers:
+            messages = messages[: conversation.answers[0 if self._options.prompt_until == "first_answer" else -1]]
+        others = {key: value for key, value in row.value.items() if key not in CONVERSATION_KEYS}
+        tools = {"tools": conversation.tools} if conversation.tools else {}
+        note = json.dumps(
+            {**others, "messages": messages, **tools}
+        )  # in ASCII: other keys may hold half surrogate pairs
+        return [_Draft(number, Rendering(self._template.prompt(messages, conversation.tools), ()), note)]
+
+    def _encode_tails(self, aligned: Sequence[AlignedText]) -> list[list[int]]:
+        """Tokens of each prompt alone, from its last special token on: tokens never reach across one."""
+        tails = [text.tail(turn) for text in aligned for turn in text.rendering.turns]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(tails, add_special_tokens=False)]
+
+    def _sample(self, draft: _Draft, text: AlignedText, tails: Sequence[list[int]], where: str) -> Sample:
+        limit, turn = self._options.max_length, draft.rendering.turn
+        if self._options.task == "generate":
+            if len(text.ids) > limit:
+                raise Rejected(TOO_LONG, f"{len(text.ids)} tokens")
+            if not len(text.ids):
+                raise Rejected("prompt without a token")
+            return Sample(text.ids, np.zeros(len(text.ids), np.bool_), note=draft.note)
+        mask = text.mask(tails)
+        if draft.rendering.marks is not None:
+            text.compare_marks(mask, where)
+        ids = text.ids
+        if draft.cut_off:
+            ids, mask = self._without_ending(ids, mask)
+        truncated = len(mask) > limit
+        if truncated and self._options.over_long == "drop":
+            raise Rejected(TOO_LONG, f"{len(mask)} tokens", turn)
+        ids, mask = ids[:limit], mask[:limit]
+        if not mask.any():
+            raise Rejected(UNSUPERVISED_AFTER_CUT if truncated else "no supervised token", turn=turn)
+        if not (mask[:-1] & mask[1:]).any():
+            raise Rejected(
+                ANCHORLESS_AFTER_CUT if truncated else "fewer than two supervised tokens in a row", turn=turn
+            )
+        return Sample(ids, mask, turn, truncated, sum(not turn.closed for turn in draft.rendering.turns))
+
+    def _without_ending(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
+        """An answer that was cut off at a token limit: the template closes it, but the target did not (pitfall D7)."""
+        written = mask & ~self._specials.cutting[ids]
+        end = int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0
+        return ids[:end], mask[:end]

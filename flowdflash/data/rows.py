@@ -1,0 +1,183 @@
+"""Rows of a JSONL file: plain, gzip or zstd, told apart by their leading bytes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flowdflash.errors import DataInvalid
+
+BLOCK_BYTES = 1 << 20
+CHUNK_ROWS = 1000
+CHUNK_BYTES = 8 << 20
+BOM = b"\xef\xbb\xbf"
+NOT_JSON, NOT_UTF8, CUT_OFF, TOO_DEEP = "not JSON", "not UTF-8", "truncated last line", "JSON nested too deeply"
+Progress = Callable[[int, int], None]
+
+
+class Ending(Enum):
+    """How a line ends: with a newline, with the file, or where compressed data breaks off."""
+
+    NEWLINE = "newline"
+    FILE = "file"
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of an input, readable or not.
+
+    Attributes:
+        line: 1-based line in its file (or row number, where a file has no lines).
+        value: the parsed JSON value; the text of the line where ``problem`` is set.
+        problem: why the row could not be read; empty if it could.
+        detail: what exactly was found.
+        nbytes: size of the row in the file, uncompressed.
+        part: number of the file within the input, from 0.
+    """
+
+    line: int
+    value: Any
+    problem: str = ""
+    detail: str = ""
+    nbytes: int = 0
+    part: int = 0
+
+
+def read_jsonl(path: Path, *, part: int = 0, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
+    """Rows of a JSONL file, in order. Blank lines are no rows; ``limit`` 0 reads all.
+
+    A byte-order mark is dropped at the start of any line, since joining files with ``cat`` puts one in the middle.
+    ``progress`` is told the bytes read of the file as it lies on disk, and its size.
+
+    Raises:
+        DataInvalid: the file cannot be read at all, or its compression is damaged.
+    """
+    count = 0
+    for line, raw, ended in _lines(path, progress):
+        text = raw.removeprefix(BOM).strip()
+        if not text and ended is not Ending.CUT:
+            continue
+        yield _parsed(text, line, ended, part)
+        count += 1
+        if count == limit:
+            return
+
+
+def chunks(rows: Iterable[Row], most: int = CHUNK_ROWS) -> Iterator[list[Row]]:
+    """Rows in chunks bounded by count and by bytes, so that memory does not grow with the file."""
+    chunk: list[Row] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += row.nbytes
+        if len(chunk) >= most or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _parsed(raw: bytes, line: int, ended: Ending, part: int) -> Row:
+    def bad(problem: str, detail: str) -> Row:
+        return Row(line, raw.decode("utf-8", "replace"), problem, detail, len(raw), part)
+
+    if ended is Ending.CUT:
+        return bad(CUT_OFF, "the compressed file breaks off here")
+    try:
+        return Row(line, json.loads(raw.decode("utf-8")), nbytes=len(raw), part=part)
+    except UnicodeDecodeError as error:
+        if ended is Ending.FILE and error.reason == "unexpected end of data":
+            return bad(CUT_OFF, "the last line ends inside a character and has no newline")
+        return bad(NOT_UTF8, f"byte {error.start + 1} of the line: {error.reason}")
+    except RecursionError:
+        return bad(TOO_DEEP, "")
+    except ValueError as error:
+        if ended is Ending.FILE:
+            return bad(CUT_OFF, f"the last line is no complete JSON value and has no newline: {error}")
+        return bad(NOT_JSON, str(error))
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes, Ending]]:
+    """Numbered lines split at newlines only: JSON strings may hold any other line separator."""
+    number = 1
+    pieces: list[bytes] = []  # of the line not ended yet; joined once, so that a very long line stays linear
+    for block, cut in _blocks(path, progress):
+        first, *others = block.split(b"\n")
+        pieces.append(first)
+        for following in others:
+            yield number, b"".join(pieces), Ending.NEWLINE
+            number, pieces = number + 1, [following]
+        if cut:
+            yield number, b"".join(pieces), Ending.CUT
+            return
+    if any(pieces):
+        yield number, b"".join(pieces), Ending.FILE
+
+
+def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool]]:
+    """Uncompressed blocks, each with True if the data breaks off after it."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            head = file.read(4)
+            file.seek(0)
+            if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise DataInvalid(f"{path}: this is UTF-16 text; save it as UTF-8")
+            decoder = _decoder(head, path)
+            for block, cut in _plain(file) if decoder is None else _inflated(file, decoder, path):
+                if progress is not None:
+                    progress(file.tell(), size)
+                yield block, cut
+    except OSError as error:
+        raise DataInvalid(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _plain(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    while block := file.read(BLOCK_BYTES):
+        yield block, False
+
+
+def _inflated(file: BinaryIO, decoder: Callable[[], Any], path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Members of a gzip file or frames of a zstd file, one after the other, as ``cat`` joins them."""
+    stream: Any = None
+    try:
+        while data := file.read(BLOCK_BYTES):
+            while data:
+                stream = stream or decoder()
+                yield stream.decompress(data), False
+                data = b""
+                if stream.eof:
+                    # Tape blocks and some tools pad a file with zeros, which start no member.
+                    data, stream = stream.unused_data.lstrip(b"\0"), None
+    except (zlib.error, _zstd_error()) as error:
+        raise DataInvalid(f"{path}: damaged compressed data: {error}; fetch or write the file again") from error
+    if stream is not None:
+        yield b"", True
+
+
+def _decoder(head: bytes, path: Path) -> Callable[[], Any] | None:
+    if head[:2] == b"\x1f\x8b":
+        return lambda: zlib.decompressobj(wbits=31)
+    if head == b"\x28\xb5\x2f\xfd" or (head[1:] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError:
+            raise DataInvalid(
+                f"{path}: compressed with zstd, which needs a package: pip install zstandard, or unpack the file"
+            ) from None
+        return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+    return None
+
+
+def _zstd_error() -> type[Exception]:
+    try:
+        return importlib.import_module("zstandard").ZstdError  # type: ignore[no-any-return]
+    except ImportError:
+        return zlib.error

@@ -1,0 +1,225 @@
+"""A conversation rendered with the chat template of the target, and which of its text the target would have written.
+
+The template itself says what is supervised. Rendering everything before an answer with the generation prompt gives the
+text that serving hands to the target; rendering up to and with the answer gives the same text plus what the target
+writes. What lies between is supervised. No role header is ever searched for in the text, so a user who types one
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowdflash.data.chat import Conversation, Message
+from flowdflash.data.rejects import Rejected
+from flowdflash.errors import ModelInvalid
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+RESERVED_OPTIONS = frozenset(
+    {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
+    | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "truncation", "max_length"}
+    | {"return_tensors", "return_dict"}
+)
+"""Names that a template option must not have: they steer the rendering itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One supervised assistant turn, in characters of its rendering.
+
+    Attributes:
+        prompt_end: where the generation prompt ends; the target writes from here.
+        start: where supervision starts: later than ``prompt_end`` if the template puts in an empty think block.
+        end: where it ends: after the end-of-turn token.
+        closed: a special token is the end-of-turn token; without one, ``end`` is the end of the answer.
+    """
+
+    prompt_end: int
+    start: int
+    end: int
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The text of one sample.
+
+    Attributes:
+        text: rendered conversation.
+        turns: supervised turns, in order.
+        turn: the assistant turn that this sample stands for, from 0; -1 for all turns of the row.
+        marks: spans in the template's generation marks; None where it has none.
+    """
+
+    text: str
+    turns: tuple[Turn, ...]
+    turn: int = -1
+    marks: tuple[tuple[int, int], ...] | None = None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with fixed options.
+
+    Args:
+        tokenizer: a transformers tokenizer; only its template and special tokens are used.
+        options: values for the template's own switches, such as ``enable_thinking``.
+        marks: look at generation marks where the template has them.
+
+    Raises:
+        ModelInvalid: the tokenizer has no chat template, or one that leaves the messages out.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, *, marks: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._marks = marks
+        self._specials = special_names(tokenizer)
+        self._suffix: str | None = None
+        try:
+            tokenizer.get_chat_template()
+        except ValueError as error:
+            name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+            raise ModelInvalid(
+                f"{name} has no chat template, so there is no telling what the target would be asked; "
+                "use the tokenizer of an instruction-tuned model"
+            ) from error
+        self._probe()
+
+    @property
+    def fingerprint(self) -> str:
+        """Everything here that changes a rendering, as text."""
+        templates = self._tokenizer.chat_template
+        tokens = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        return json.dumps([templates, self._options, self._marks, tokens], sort_keys=True)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        """What serving hands to the target: the messages and the generation prompt.
+
+        Raises:
+            Rejected: the template refuses the messages.
+        """
+        return self._text(messages, tools, prompt=True)
+
+    def render(self, conversation: Conversation) -> list[Rendering]:
+        """One rendering with all answers supervised; one per answer where the template rewrites earlier turns.
+
+        Raises:
+            Rejected: the template refuses the conversation, or does not start an answer with its generation prompt.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        texts, turns = [], []
+        for number, place in enumerate(conversation.answers):
+            prompt = self._text(messages[:place], tools, prompt=True)
+            text = self._text(messages[: place + 1], tools, prompt=False)
+            if not text.startswith(prompt):
+                raise Rejected(
+                    "generation prompt is no prefix of the answer",
+                    f"it ends in {prompt[-40:]!r}, the template writes {text[max(0, len(prompt) - 40) :][:60]!r}",
+                    number,
+                )
+            start = len(prompt) + _template_thinking(text[len(prompt) :], messages[place])
+            texts.append(text)
+            turns.append(Turn(len(prompt), start, *self._turn_end(text, start)))
+        full = texts[-1]
+        if all(full.startswith(text) for text in texts):
+            return [Rendering(full, tuple(turns), marks=self._spans(messages, tools, full))]
+        return [
+            Rendering(text, (turn,), number, self._spans(messages[: place + 1], tools, text))
+            for number, (place, text, turn) in enumerate(zip(conversation.answers, texts, turns, strict=True))
+        ]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool) -> str:
+        return str(
+            _guarded(
+                self._tokenizer.apply_chat_template,
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self._options,
+            )
+        )
+
+    def _spans(
+        self, messages: Sequence[Message], tools: Sequence[Any], text: str
+    ) -> tuple[tuple[int, int], ...] | None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        schemas = list(tools) or None
+        template = self._tokenizer.get_chat_template(tools=schemas)
+        if not self._marks or not MARKS.search(template):
+            return None
+        (marked,), (spans,) = _guarded(
+            render_jinja_template,
+            conversations=[list(messages)],
+            tools=schemas,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **self._options},
+        )
+        if marked != text:
+            raise Rejected("template gives another text when rendered again")
+        return tuple((int(start), int(end)) for start, end in spans)
+
+    def _probe(self) -> None:
+        ask, answer = "flowdflash-asks", "flowdflash-answers"
+        messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._text(messages, (), prompt=False)
+        except Rejected:
+            return  # a template may demand more than this; then the rows decide
+        if ask not in text and answer not in text:
+            raise ModelInvalid(
+                f"the chat template renders no message: it turns a question and an answer into {text[:80]!r}"
+            )
+        if answer in text:
+            self._suffix = text.rpartition(answer)[2]
+
+    def _turn_end(self, text: str, start: int) -> tuple[int, bool]:
+        """Where an answer ends, and whether with a special token; ``text`` ends with its turn.
+
+        What the template writes after an answer was seen once, on a probe. Where this answer has another ending, it is
+        the run of special tokens and white space at the end of the text.
+        """
+        body = len(text.removesuffix(self._suffix)) if self._suffix is not None and text.endswith(self._suffix) else -1
+        if body < start:
+            body = len(text)
+            while body > start:
+                name = next((name for name in self._specials if text.endswith(name, start, body)), "")
+                if not name and not text[body - 1].isspace():
+                    break
+                body -= len(name) or 1
+        found = [(text.find(name, body), -len(name)) for name in self._specials if name in text[body:]]
+        if not found:
+            return body, False
+        place, length = min(found)  # the first, and of those that start alike the longest
+        return place - length, True
+
+
+def special_names(tokenizer: Any) -> frozenset[str]:
+    """Texts of the special tokens of a tokenizer, its end-of-text token among them."""
+    added = tokenizer.added_tokens_decoder.values()
+    named = {tokenizer.eos_token} if tokenizer.eos_token else set()
+    return frozenset(token.content for token in added if token.special) | named
+
+
+def _template_thinking(text: str, message: Message) -> int:
+    """Length of an empty think block that the template, and not the message, puts before an answer."""
+    block = EMPTY_THINKING.match(text)
+    own = message.get("reasoning_content") or message["content"]
+    return 0 if block is None or own.lstrip().startswith("<think>") else block.end()
+
+
+def _guarded(render: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call into the template; whatever it raises concerns this row alone."""
+    from jinja2 import TemplateError
+
+    try:
+        return render(*args, **kwargs)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error

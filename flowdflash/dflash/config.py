@@ -1,0 +1,167 @@
+"""Shape of a draft model, the rule for its layers, and the table of its tensors. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from flowdflash.errors import ModelInvalid
+
+
+def auto_layers(num_target_layers: int, n: int) -> tuple[int, ...]:
+    """The ``n`` target layers to tap by default: evenly spaced from the second to the third-to-last.
+
+    Layers are 0-based and mean "output of decoder layer l". A single layer is the middle one.
+
+    Raises:
+        ModelInvalid: the target has too few layers for ``n`` different taps.
+    """
+    if n < 1:
+        raise ModelInvalid(f"a draft needs at least one target layer, got {n}")
+    if n == 1:
+        layers: tuple[int, ...] = (num_target_layers // 2,)
+    else:
+        span = num_target_layers - 4
+        layers = tuple(round(1 + j * span / (n - 1)) for j in range(n))
+    try:
+        check_layers(layers, num_target_layers)
+    except ModelInvalid as error:
+        raise ModelInvalid(
+            f"a target of {num_target_layers} layers is too shallow for {n} automatic layers: {error}"
+        ) from None
+    return layers
+
+
+def check_layers(layers: Sequence[int], num_target_layers: int) -> None:
+    """Refuse a list of tapped layers that is empty, not strictly increasing, or out of range.
+
+    The last layer is out of range: what most code calls its output has been through the final norm already (L6).
+    """
+    what = f"target layers {list(layers)} of a target with {num_target_layers} layers"
+    if not layers:
+        raise ModelInvalid(f"{what}: at least one layer is needed")
+    outside = [layer for layer in layers if not 0 <= layer <= num_target_layers - 2]
+    if outside:
+        raise ModelInvalid(
+            f"{what}: {outside} out of range; layers are 0-based and go from 0 to {num_target_layers - 2} "
+            "(the last layer's output is not usable, it is followed by the final norm)"
+        )
+    if any(b <= a for a, b in pairwise(layers)):
+        raise ModelInvalid(f"{what}: layers must be strictly increasing, without repeats")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """Everything that defines a draft model besides its weights.
+
+    Attributes:
+        hidden_size: width of draft and target, ``D``.
+        intermediate_size: width of the MLP.
+        num_hidden_layers: draft layers.
+        num_attention_heads, num_key_value_heads, head_dim: attention of the draft, independent of the target's.
+        vocab_size: rows of the target's embedding table, which the draft borrows.
+        block_size: slots of a block, the anchor included.
+        mask_token_id: the row of the target's table that stands for "unknown".
+        target_layer_ids: tapped target layers, 0-based, "output of layer l", in the order of the feature columns.
+        num_target_layers: decoder layers of the target.
+        rms_norm_eps, rope_theta, max_position_embeddings, initializer_range: as in Qwen3.
+        bos_token_id, eos_token_id, pad_token_id: of the target, for the exported config.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check_number(field.name)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelInvalid(
+                f"draft config: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelInvalid(f"draft config: head_dim {self.head_dim} must be even for rotary positions")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ModelInvalid(
+                f"draft config: mask_token_id {self.mask_token_id} is not a row of the embedding table "
+                f"(vocab_size {self.vocab_size}); choose an existing row, resizing the table does not help"
+            )
+        check_layers(self.target_layer_ids, self.num_target_layers)
+
+    def _check_number(self, name: str) -> None:
+        """Refuse a value of the wrong type, or one that is not positive where it must be."""
+        value = getattr(self, name)
+        if name == "target_layer_ids":
+            good = isinstance(value, tuple) and all(type(layer) is int for layer in value)
+            wanted = "a tuple of integers"
+        elif name.endswith("token_id") and name != "mask_token_id":
+            good = value is None or type(value) is int or (isinstance(value, tuple) and name == "eos_token_id")
+            wanted = "an integer or None"
+        elif name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            good, wanted = isinstance(value, int | float) and value > 0, "a positive number"
+        elif name == "mask_token_id":
+            good, wanted = type(value) is int, "an integer"
+        else:
+            good, wanted = type(value) is int and value > 0, "a positive integer"
+        if not good:
+            raise ModelInvalid(f"draft config: {name} should be {wanted}, got {value!r}")
+
+    @property
+    def num_features(self) -> int:
+        """Tapped layers, ``K``."""
+        return len(self.target_layer_ids)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the draft; embedding and head are the target's and do not count."""
+        total = 0
+        for shape in tensor_shapes(self).values():
+            size = 1
+            for side in shape:
+                size *= side
+            total += size
+        return total
+
+
+def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each of the ``11 * num_hidden_layers + 3`` tensors of a draft, named as in published drafts."""
+    D, I, d = config.hidden_size, config.intermediate_size, config.head_dim  # noqa: E741
+    q_rows, kv_rows = config.num_attention_heads * d, config.num_key_value_heads * d
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, config.num_features * D),
+        "hidden_norm.weight": (D,),
+        "norm.weight": (D,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (D,),
+        "post_attention_layernorm": (D,),
+        "self_attn.q_proj": (q_rows, D),
+        "self_attn.k_proj": (kv_rows, D),
+        "self_attn.v_proj": (kv_rows, D),
+        "self_attn.o_proj": (D, q_rows),
+        "self_attn.q_norm": (d,),
+        "self_attn.k_norm": (d,),
+        "mlp.gate_proj": (I, D),
+        "mlp.up_proj": (I, D),
+        "mlp.down_proj": (D, I),
+    }
+    for i in range(config.num_hidden_layers):
+        shapes.update({f"layers.{i}.{name}.weight": shape for name, shape in layer.items()})
+    return shapes

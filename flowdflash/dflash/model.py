@@ -1,0 +1,285 @@
+"""The draft model: a small non-causal transformer over the target's fused hidden states and one block of slots.
+
+Shape suffixes: b rows, C context tokens, q block slots, D hidden, K tapped layers, H heads, d head size.
+
+Context rows only ever become keys and values: they get no query, no output projection, no residual and no MLP. Training
+and serving run the same code. They differ in where the context's keys and values come from: projected in one go from
+the whole row, or kept in a ``ContextCache`` that grows by a few tokens per step. A block's own keys and values never
+enter the cache, so there is nothing to roll back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowdflash.dflash.config import DraftConfig, auto_layers, check_layers, tensor_shapes
+from flowdflash.dflash.mask import AttentionMask, attend
+from flowdflash.dflash.norm import RMSNorm, precise
+from flowdflash.errors import ModelInvalid
+
+__all__ = [
+    "ContextCache",
+    "DFlashDraft",
+    "DraftConfig",
+    "RMSNorm",
+    "auto_layers",
+    "check_layers",
+    "init_from_layers",
+    "tensor_shapes",
+]
+
+
+class Rotary:
+    """Cosines and sines of rotary positions: ``[b, 1, n, d]`` each."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    @classmethod
+    def at(cls, positions: Tensor, config: DraftConfig, dtype: torch.dtype) -> Rotary:
+        """For ``positions [b, n]``. Computed anew each time: a buffer would be cast along with the weights."""
+        dtype = precise(dtype)
+        exponent = torch.arange(0, config.head_dim, 2, device=positions.device).to(dtype) / config.head_dim
+        angles = positions[:, None, :, None].to(dtype) * config.rope_theta**-exponent
+        angles = torch.cat([angles, angles], dim=-1)
+        return cls(angles.cos(), angles.sin())
+
+    def split(self, first: int) -> tuple[Rotary, Rotary]:
+        """The first positions, and the rest."""
+        return (
+            Rotary(self.cos[:, :, :first], self.sin[:, :, :first]),
+            Rotary(self.cos[:, :, first:], self.sin[:, :, first:]),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate ``x [b, H, n, d]``."""
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        return (x * self.cos + turned * self.sin).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention from block slots to the context and to their own block."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        D, d = config.hidden_size, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(D, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, D, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values ``[b, Hkv, n, d]`` of context states or block slots: the same weights."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        v: Tensor = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return rotary(k), v
+
+    def forward(self, x: Tensor, context: tuple[Tensor, Tensor], rotary: Rotary, mask: AttentionMask) -> Tensor:
+        """Attend from the slots ``x [b, q, D]`` (already normed) to context keys and values, and to themselves."""
+        q = rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2))
+        k, v = self.keys_values(x, rotary)
+        k, v = torch.cat([context[0].to(k.dtype), k], dim=2), torch.cat([context[1].to(v.dtype), v], dim=2)
+        out: Tensor = self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return out
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x [b, q, D]``."""
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm decoder layer. Its input norm is for the block only: the context has ``hidden_norm`` instead."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+    def forward(self, x: Tensor, context: tuple[Tensor, Tensor], rotary: Rotary, mask: AttentionMask) -> Tensor:
+        """Map block states ``x [b, q, D]``."""
+        x = x + self.self_attn(self.input_layernorm(x), context, rotary, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class ContextCache:
+    """Keys and values of the context, per layer, at the slot that equals their position.
+
+    A row's tokens are written at its own positions and overwritten when those positions are written again. What lies
+    at or after a row's anchor is stale; the mask hides it. Rolling back is therefore nothing but an earlier anchor.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._layers = list(layers)
+
+    def write(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put ``k, v [b, Hkv, n, d]`` at ``positions [b, n]``."""
+        index = positions[:, None, :, None]
+        for buffer, new in zip(self._layers[layer], (k, v), strict=True):
+            buffer.scatter_(2, index.expand_as(new), new.to(buffer.dtype))
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``length`` slots."""
+        k, v = self._layers[layer]
+        return k[:, :, :length], v[:, :, :length]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given rows of the batch."""
+        self._layers = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self._layers]
+
+
+class DFlashDraft(nn.Module):
+    """The draft. It holds neither embedding nor head: both are the target's, and are handed in and out as tensors.
+
+    Args:
+        config: its shape.
+        seed: of the initial weights, normal(0, ``initializer_range``) and ones for norms. None makes a draft without
+            storage, for ``load_state_dict(..., assign=True)``.
+    """
+
+    def __init__(self, config: DraftConfig, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.fc = nn.Linear(config.num_features * config.hidden_size, config.hidden_size, bias=False)
+            self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if seed is not None:
+            self.to_empty(device="cpu")
+            self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.fc.weight.dtype
+
+    def context(self, features: Tensor) -> Tensor:
+        """Fuse target features ``[b, C, K*D]`` into the context states ``[b, C, D]`` that all layers share."""
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.to(self.dtype)
+        fused: Tensor = self.hidden_norm(self.fc(features))
+        return fused
+
+    def forward(self, block_embeds: Tensor, features: Tensor, position_ids: Tensor, mask: AttentionMask) -> Tensor:
+        """All blocks of all rows at once, for training.
+
+        Args:
+            block_embeds: ``[b, A*B, D]`` embeddings of the anchors and of the mask token.
+            features: ``[b, S, K*D]`` the target's states.
+            position_ids: ``[b, S + A*B]`` positions of the context, then of the slots.
+            mask: who sees whom.
+
+        Returns:
+            ``[b, A*B, D]`` normed states, ready for the target's head.
+        """
+        length = features.shape[1]
+        rotary_context, rotary = Rotary.at(position_ids, self.config, self.dtype).split(length)
+        context, x = self.context(features), block_embeds.to(self.dtype)
+        for layer in self._layers():
+            x = layer(x, layer.self_attn.keys_values(context, rotary_context), rotary, mask)
+        out: Tensor = self.norm(x)
+        return out
+
+    def new_cache(self, rows: int, max_length: int) -> ContextCache:
+        """An empty cache for ``rows`` rows of up to ``max_length`` positions."""
+        shape = (rows, self.config.num_key_value_heads, max_length, self.config.head_dim)
+        # Zeros, not empty: a masked slot still meets a weight of 0, and 0 times NaN is NaN.
+        return ContextCache([(self.fc.weight.new_zeros(shape), self.fc.weight.new_zeros(shape)) for _ in self.layers])
+
+    def extend(self, cache: ContextCache, features: Tensor, positions: Tensor) -> None:
+        """Add the target's states ``[b, n, K*D]`` of tokens at ``positions [b, n]`` to the context."""
+        context, rotary = self.context(features), Rotary.at(positions, self.config, self.dtype)
+        for i, layer in enumerate(self._layers()):
+            cache.write(i, positions, *layer.self_attn.keys_values(context, rotary))
+
+    def propose(
+        self, block_embeds: Tensor, cache: ContextCache, position_ids: Tensor, mask: AttentionMask, length: int
+    ) -> Tensor:
+        """One block per row, for serving: normed states ``[b, q, D]`` of ``block_embeds [b, q, D]``.
+
+        Args:
+            block_embeds: embeddings of the anchor and of the mask token.
+            cache: the context; not changed.
+            position_ids: ``[b, q]`` positions of the slots.
+            mask: over ``length`` context slots, then the ``q`` slots.
+            length: how much of the cache to look at.
+        """
+        rotary, x = Rotary.at(position_ids, self.config, self.dtype), block_embeds.to(self.dtype)
+        for i, layer in enumerate(self._layers()):
+            x = layer(x, cache.read(i, length), rotary, mask)
+        out: Tensor = self.norm(x)
+        return out
+
+    def _layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+@torch.no_grad()
+def init_from_layers(
+    draft: DFlashDraft, target_layers: Sequence[Mapping[str, Tensor]], *, final_norm: Tensor | None = None
+) -> None:
+    """Start the draft's layers from layers of the target: worth much on a small budget.
+
+    Args:
+        draft: changed in place.
+        target_layers: one state dict per draft layer, with the names of a Llama or Qwen3 decoder layer
+            (``self_attn.q_proj.weight``, ``mlp.up_proj.weight``, ``input_layernorm.weight``, ...). ``q_norm`` and
+            ``k_norm`` stay ones where the target has none.
+        final_norm: the target's final norm, copied to the draft's where given.
+
+    Raises:
+        ModelInvalid: a tensor is missing or has another shape than the draft's.
+    """
+    if len(target_layers) != len(draft.layers):
+        raise ModelInvalid(f"{len(target_layers)} target layers to start {len(draft.layers)} draft layers from")
+    copies: list[tuple[Tensor, Tensor]] = []
+    for i, (layer, state) in enumerate(zip(draft.layers, target_layers, strict=True)):
+        for name, parameter in layer.named_parameters():
+            if name not in state and name.endswith(("q_norm.weight", "k_norm.weight")):
+                continue
+            copies.append((parameter, _matching(state.get(name), parameter, f"layer {i}: {name}")))
+    if final_norm is not None:
+        copies.append((draft.norm.weight, _matching(final_norm, draft.norm.weight, "norm.weight")))
+    for weight, value in copies:
+        weight.copy_(value)
+
+
+def _matching(value: Tensor | None, parameter: Tensor, what: str) -> Tensor:
+    """The value if its shape is the parameter's."""
+    if value is None:
+        raise ModelInvalid(f"cannot start the draft from the target: {what} is missing in the target's layer")
+    if value.shape != parameter.shape:
+        raise ModelInvalid(
+            f"cannot start the draft from the target: {what} has shape {list(value.shape)} in the target and "
+            f"{list(parameter.shape)} in the draft; give the draft the target's geometry or start at random"
+        )
+    return value

@@ -1,0 +1,121 @@
+"""Texts about a run for a person: the plan, a step, the account at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowdflash.items import StepRecord
+
+if TYPE_CHECKING:
+    from flowdflash.runtime.planner import Plan
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns aligned to the right, the first to the left."""
+    cells = [[str(c) for c in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = []
+    for row in cells:
+        first, *rest = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan: per bucket samples, batches, tokens, lengths; steps of the run."""
+    buckets = plan.bucket_rows()
+    rows = [
+        (
+            b.bucket if b.bucket >= 0 else "all",
+            f"{b.samples:,}",
+            f"{b.sample_share:.1%}",
+            f"{b.batches:,}",
+            f"{b.batch_share:.1%}",
+            f"{b.tokens:,}",
+            f"{1 - b.tokens / b.padded_tokens:.1%}",
+            f"{b.mean_length:.0f}",
+            b.max_length,
+        )
+        for b in buckets
+    ]
+    head = ("bucket", "samples", "share", "batches", "share", "tokens", "padding", "mean length", "max length")
+    steps = sum(epoch.steps(plan.window) for epoch in plan.epochs)
+    samples, batches, tokens = (sum(getattr(b, name) for b in buckets) for name in ("samples", "batches", "tokens"))
+    lines = [f"plan: {len(plan.epochs)} epochs, {steps:,} optimizer steps of {plan.window} batches; over all epochs:"]
+    lines += [table(head, rows), f"total   {samples:,} samples, {batches:,} batches, {tokens:,} tokens"]
+    lines += [f"dropped: {count:,} samples ({reason})" for reason, count in plan.dropped.items()]
+    return "\n".join(lines)
+
+
+def step_text(record: StepRecord) -> str:
+    """One optimizer step, short."""
+    if record.skipped:
+        return f"skipped: {record.skipped}"
+    return f"loss {record.loss:.3f}  accuracy {record.accuracy:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}"
+
+
+def outcome_text(outcome: Any, run_dir: Path) -> str:
+    """The account of a run."""
+    rate = outcome.tokens / outcome.wall_secs if outcome.wall_secs else 0.0
+    lines = [
+        f"{outcome.status}: {outcome.steps:,} optimizer steps, {outcome.batches:,} batches, {outcome.samples:,} samples, "
+        f"{outcome.tokens:,} tokens in {outcome.wall_secs:.1f} s ({rate:,.0f} tokens/s)"
+    ]
+    if outcome.batches_per_bucket:
+        lines.append("batches per bucket: " + ", ".join(f"{k}: {v:,}" for k, v in outcome.batches_per_bucket.items()))
+    lines += [f"dropped: {count:,} samples ({reason})" for reason, count in outcome.dropped.items()]
+    lines += ["", _stage_table(outcome), f"bottleneck: {outcome.bottleneck or 'none'}"]
+    for name, summary in outcome.summaries.items():
+        lines += _summary_lines(name, summary)
+    if outcome.abandoned:
+        lines.append(f"left behind in a call that cannot be interrupted: {', '.join(outcome.abandoned)}")
+    lines.append(f"run folder: {run_dir}")
+    if outcome.status == "interrupted":
+        lines.append("interrupted at a step boundary" + ("; no checkpoint was written" if outcome.aborted else ""))
+    return "\n".join(lines)
+
+
+def _stage_table(outcome: Any) -> str:
+    rows = [
+        (
+            f"{s.stage}{f' ×{s.replicas}' if s.replicas > 1 else ''}",
+            f"{s.taken:,}",
+            f"{s.busy_secs:.1f}",
+            f"{s.wait_in_secs:.1f}",
+            f"{s.wait_out_secs:.1f}",
+            f"{100 * s.busy_share:.0f} %",
+        )
+        for s in outcome.stages
+    ]
+    return table(("stage", "items", "busy s", "waiting for input s", "blocked on output s", "busy"), rows)
+
+
+def _summary_lines(name: str, summary: Mapping[str, Any]) -> list[str]:
+    if "evaluations" in summary:
+        return [line for e in summary["evaluations"] for line in evaluation_lines(name, e)]
+    shown = ", ".join(f"{key} {_short(value)}" for key, value in summary.items() if value not in (None, [], {}, ""))
+    return [f"{name}: {shown}"] if shown else []
+
+
+def evaluation_lines(name: str, e: Mapping[str, Any]) -> list[str]:
+    """One evaluation, for a person."""
+    slots = " ".join(f"{x:.2f}" for x in e["acceptance_per_slot"])
+    return [
+        f"{name}: step {e['step']}: acceptance length τ = {e['tau']:.3f} (pooled {e['tau_pooled']:.3f}) on {e['prompts']} prompts, "
+        f"{e['new_tokens']:,} tokens in {e['passes']:,} passes; {e['identical']} of {e['prompts']} identical to plain greedy decoding",
+        f"  passes that committed 1, 2, ... tokens: {' '.join(map(str, e['histogram']))}; accepted per slot: {slots}",
+    ]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_short, value))
+    return str(value)

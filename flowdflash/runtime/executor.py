@@ -1,0 +1,330 @@
+"""Runs a pipeline: open in order, start, watch, stop, close, account for everything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from flowdflash.cache import cache_dir as user_cache_dir
+from flowdflash.errors import StageFailed
+from flowdflash.graph import Graph, Node
+from flowdflash.runtime.channel import ChannelAborted
+from flowdflash.runtime.observers import Notifier, Observers
+from flowdflash.runtime.outcome import RunOutcome, build_outcome, check_books, summary_name
+from flowdflash.runtime.plan import window_of
+from flowdflash.runtime.planner import Plan, blamed_on, plan_epochs, summarise
+from flowdflash.runtime.rundir import RunDir
+from flowdflash.runtime.stop import StopRequest
+from flowdflash.runtime.wiring import PLANNING, Wiring, replicas_of
+from flowdflash.runtime.worker import Opening, Phase, Reply, Worker, pump
+from flowdflash.runtime.works import DraftWork
+from flowdflash.stage import OpenContext, PlanSummary, Report, Vocabulary
+
+__all__ = ["GRACE_SECS", "RunOutcome", "StopRequest", "execute"]
+
+GRACE_SECS = 3.0
+"""How long a thread may go on after a failure, or a feeding thread after everything else has ended."""
+
+
+class Runnable(Protocol):
+    """What a run needs of a pipeline."""
+
+    @property
+    def graph(self) -> Graph:
+        """The checked graph."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+
+    @property
+    def ordering(self) -> str:
+        """``plan`` or ``arrival``."""
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline."""
+
+
+def execute(
+    pipeline: Runnable,
+    plugins: Notifier | None,
+    run: RunDir,
+    *,
+    report: Report,
+    stop: StopRequest | None = None,
+    cache_dir: Path | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    grace_secs: float = GRACE_SECS,
+) -> RunOutcome:
+    """Run a pipeline to its end.
+
+    Args:
+        pipeline: what to run.
+        plugins: whose hooks to call.
+        run: folder of the run.
+        report: where stages and the runtime say what they do.
+        stop: lets a person stop the run.
+        cache_dir: cache shared between runs; the user's by default.
+        on_plan: told the plan on the calling thread, before the data plane opens; never of a streaming source.
+        grace_secs: how long to wait for a thread that is stuck in a call, once the run is over otherwise.
+
+    Raises:
+        PipelineInvalid: the runtime cannot run this graph.
+        StageFailed: a stage failed; every thread has ended and every stage that was opened has been closed.
+    """
+    cache = cache_dir if cache_dir is not None else user_cache_dir()
+    execution = _Execution(pipeline, plugins, run, report, stop or StopRequest(), cache, grace_secs)
+    return execution.run(on_plan)
+
+
+class _Execution:
+    """One run, from the calling thread's point of view: it tells threads what to do and waits for their replies."""
+
+    def __init__(
+        self,
+        pipeline: Runnable,
+        plugins: Notifier | None,
+        run: RunDir,
+        report: Report,
+        stop: StopRequest,
+        cache_dir: Path,
+        grace_secs: float,
+    ) -> None:
+        self._pipeline, self._run_dir, self._report, self._stop = pipeline, run, report, stop
+        self._cache_dir, self._grace_secs = cache_dir, grace_secs
+        # A SimpleQueue may be put to from a signal handler that interrupts a get on the same thread.
+        self._replies: SimpleQueue[Reply | None] = SimpleQueue()
+        self._observers = Observers(plugins, report)
+        self._wiring = Wiring(
+            pipeline.graph,
+            seed=pipeline.seed,
+            ordering=pipeline.ordering,
+            replies=self._replies,
+            stop=stop,
+            report=report,
+            observers=self._observers,
+        )
+        self._plan: Plan | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._summaries: dict[str, Mapping[str, Any]] = {}
+        self._abandoned: list[Worker] = []
+        self._running: set[Worker] = set()
+        self._phase: Phase = "open"
+        self._deadline: float | None = None
+        self._started = False
+        self._run_secs = 0.0
+
+    def run(self, on_plan: Callable[[Plan], None] | None) -> RunOutcome:
+        wiring, begin = self._wiring, time.monotonic()
+        wake = partial(self._replies.put, None)
+        self._stop.listen(wake)
+        try:
+            try:
+                self._open_all(on_plan)
+                if not self._halted:
+                    self._started = True
+                    self._observers.tell("flowdflash_run_started", run=self._run_dir)
+                    self._run_all()
+            except BaseException as error:
+                wiring.abort(error)
+                self._limit()
+                self._wait()
+                raise
+            finally:
+                self._close_all()
+                wall_secs = time.monotonic() - begin
+            return self._conclude(wall_secs)
+        finally:
+            self._stop.unlisten(wake)
+
+    @property
+    def _halted(self) -> bool:
+        return bool(self._wiring.failures) or self._stop.requested
+
+    def _open_all(self, on_plan: Callable[[Plan], None] | None) -> None:
+        """One stage at a time, in topological order; the plan is made before the data plane opens."""
+        for worker in self._wiring.workers:
+            if self._halted:
+                return
+            openings = self._openings(worker)
+            self._do([worker], "open", partial(Worker.open, openings=openings))
+            if worker is self._wiring.workers[0] and not self._halted:
+                self._make_plan(worker)
+                if self._plan is not None and on_plan is not None:
+                    on_plan(self._plan)
+
+    def _make_plan(self, worker: Worker) -> None:
+        stages = self._wiring.plan_stages
+        planner = stages.planner(self._pipeline.seed, self._wiring.planner.window)
+
+        def plan(worker: Worker) -> None:
+            with blamed_on(stages.names.source):
+                self._vocabulary = stages.source.vocabulary()
+            if not stages.source.streaming:
+                self._plan = plan_epochs(planner)
+                self._wiring.plan = summarise(self._plan)
+
+        self._do([worker], "plan", plan)
+
+    def _openings(self, worker: Worker) -> list[Opening]:
+        graph, replica = self._wiring.graph, worker.work.replica
+        openings = []
+        for name, stage in worker.stages:
+            node = graph.nodes[name]
+            planning = node.kind in PLANNING
+            context = OpenContext(
+                stage=name,
+                run_dir=self._run_dir.path,
+                cache_dir=self._cache_dir,
+                seed=self._pipeline.seed,
+                facts=node.facts,
+                report=self._report,
+                replica=replica,
+                replicas=replicas_of(node),
+                plan=None if planning else self._summary(node),
+                checkpoint_due=partial(self._wiring.checkpoint_due, name),
+                waits=self._wiring.waits,
+            )
+            openings.append(Opening(stage, context))
+        return openings
+
+    def _summary(self, node: Node) -> PlanSummary:
+        if self._plan is None:
+            return PlanSummary(int(node.facts.get("epochs", 0)), 0, 0, vocabulary=self._vocabulary)
+        window = window_of(self._wiring.graph, node.name) if node.kind == "drafter" else 0
+        return summarise(self._plan, window, self._vocabulary)
+
+    def _run_all(self) -> None:
+        begin = time.monotonic()
+        try:
+            self._do(self._wiring.workers, "run", lambda worker: pump(worker.work))
+        finally:
+            self._run_secs = time.monotonic() - begin
+
+    def _close_all(self) -> None:
+        """Ask for summaries and close, downstream first; then let every thread end."""
+        wiring = self._wiring
+        for worker in reversed(wiring.workers):
+            if worker.tried and worker not in self._abandoned:
+                if self._started and not wiring.failures:
+                    self._gather(worker)
+                # A sink may take long to write what it holds, so only a second request to stop ends this wait.
+                self._do([worker], "close", lambda worker: worker.close(wiring.fail))
+        for worker in wiring.workers:
+            if worker in self._abandoned:
+                worker.tell("close", partial(worker.close, lambda failure: None))
+            worker.dismiss()
+        for worker in wiring.workers:
+            if worker not in self._abandoned:
+                worker.join()
+
+    def _gather(self, worker: Worker) -> None:
+        replica = worker.work.replica
+        for name, stage in worker.stages:
+            try:
+                self._summaries[summary_name(name, replica)] = dict(stage.summary())
+            except Exception as error:
+                self._wiring.fail(StageFailed(name, error, phase="close", replica=replica))
+
+    def _do(self, workers: Sequence[Worker], phase: Phase, action: Callable[[Worker], None]) -> None:
+        """Tell threads to do something and wait until they have, or until waiting makes no more sense."""
+        self._running, self._phase, self._deadline = set(workers), phase, None
+        for worker in workers:
+            worker.tell(phase, partial(action, worker))
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._running:
+            self._adjust()
+            try:
+                left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+                reply = self._replies.get(timeout=left)
+            except Empty:
+                self._abandon()
+                return
+            if reply is None:
+                continue
+            self._running.discard(reply.worker)
+            if reply.error is not None and not isinstance(reply.error, ChannelAborted):
+                self._wiring.fail(_as_failure(reply))
+
+    def _adjust(self) -> None:
+        """After every reply and every request to stop: what to shut down, and how long to wait still."""
+        wiring, phase = self._wiring, self._phase
+        if self._stop.urgent:
+            wiring.abort(KeyboardInterrupt("asked twice to stop"))
+            self._limit()
+        if phase == "close":
+            return
+        if wiring.failures or (self._stop.requested and phase != "run"):
+            self._limit()
+        if phase != "run":
+            return
+        drafting = any(isinstance(worker.work, DraftWork) for worker in self._running)
+        if self._stop.requested:
+            wiring.interrupt_drafters()
+            if not drafting:
+                wiring.retire_feeders()
+        if all(worker.feeds for worker in self._running):
+            self._limit()
+
+    def _limit(self) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_secs
+
+    def _abandon(self) -> None:
+        for worker in self._running:
+            self._abandoned.append(worker)
+            self._report.warn(
+                f"thread {worker.name} is stuck in a call that cannot be interrupted; it was left behind, "
+                "and its stage is closed when the call returns"
+            )
+        self._running = set()
+
+    @property
+    def _unfinished(self) -> bool:
+        """There was more to do when the run ended."""
+        if self._stop.urgent or not self._started:
+            return True
+        wiring = self._wiring
+        drafters = [worker.work for worker in wiring.workers if isinstance(worker.work, DraftWork)]
+        if drafters:
+            return any(work.interrupted for work in drafters)
+        return not wiring.planner.finished or wiring.tally.batches < wiring.planner.batches_planned
+
+    def _conclude(self, wall_secs: float) -> RunOutcome:
+        wiring = self._wiring
+        if self._started and not (wiring.failures or self._stop.urgent or self._abandoned):
+            try:
+                check_books(wiring, stopped=self._stop.requested)
+            except StageFailed as failure:
+                wiring.fail(failure)
+        outcome = build_outcome(
+            wiring,
+            wall_secs,
+            self._run_secs,
+            interrupted=self._stop.requested and self._unfinished,
+            aborted=self._stop.urgent,
+            abandoned=tuple(worker.name for worker in self._abandoned),
+            summaries=self._summaries,
+        )
+        self._run_dir.write_outcome(outcome.as_dict())
+        self._observers.tell("flowdflash_run_finished", run=self._run_dir, outcome=outcome)
+        if wiring.failures:
+            first, *later = wiring.failures
+            first.later.extend(later)
+            raise first
+        return outcome
+
+
+def _as_failure(reply: Reply) -> StageFailed:
+    if isinstance(reply.error, StageFailed):
+        return reply.error
+    assert reply.error is not None
+    phase = reply.phase if reply.phase in ("open", "close") else "run"
+    return StageFailed(reply.worker.work.stage, reply.error, phase=phase, replica=reply.worker.work.replica)

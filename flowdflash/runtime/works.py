@@ -1,0 +1,251 @@
+"""What each kind of stage does with an item: the only place where stages and channels meet."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flowdflash.errors import PluginBroken
+from flowdflash.items import BatchInfo, Checkpoint, FeatureBatch, GeneratedBatch, StepRecord, TokenBatch
+from flowdflash.runtime.channel import END, Channel
+from flowdflash.runtime.dispatch import Dispatch, Routed
+from flowdflash.runtime.outlets import Outlet, put_to
+from flowdflash.runtime.planner import Planner
+from flowdflash.runtime.worker import Work
+from flowdflash.stage import Drafter, Generator, Sink, TargetForward
+
+
+class PlanWork(Work):
+    """Plans, and hands batch headers to the dispatcher."""
+
+    gets_by_working: ClassVar[bool] = True
+
+    def __init__(self, stage: str, planner: Planner, outlets: Sequence[Outlet]) -> None:
+        super().__init__(stage)
+        self.planner, self._outlets = planner, outlets
+        self._batches: Iterator[BatchInfo] = planner.batches()
+        self._unwanted = False
+
+    def over(self) -> bool:
+        """Whether the readers have stopped reading."""
+        return self._unwanted
+
+    def get(self) -> Any:
+        """The next batch of the plan."""
+        return next(self._batches, END)
+
+    def process(self, item: BatchInfo) -> Iterable[BatchInfo]:
+        """The batch, stamped."""
+        return (item.stamped(self.stage, time.monotonic()),)
+
+    def put(self, output: BatchInfo) -> bool:
+        """Hand it on."""
+        self._unwanted = not put_to(self._outlets, output)
+        return not self._unwanted
+
+    def leave(self) -> None:
+        """The plan has ended, or nobody wants more of it."""
+        for outlet in self._outlets:
+            outlet.finish()
+
+
+class DispatchWork(Work):
+    """Takes a routed batch, fetches its tokens, puts it into the channel of its replica."""
+
+    def __init__(
+        self,
+        stage: str,
+        number: int,
+        dispatch: Dispatch,
+        fill: Callable[[BatchInfo], TokenBatch],
+        channels: Sequence[Channel[TokenBatch]],
+    ) -> None:
+        super().__init__(stage, number)
+        self._dispatch, self._fill, self._channels = dispatch, fill, channels
+
+    def get(self) -> Any:
+        """The next batch and its replica; the time that it waited for a replica is time blocked on output."""
+        routed = self._dispatch.take()
+        if routed is not END:
+            self.meter.wait_in_secs -= routed.blocked_secs
+            self.meter.wait_out_secs += routed.blocked_secs
+        return routed
+
+    def process(self, item: Routed) -> Iterable[tuple[Routed, TokenBatch]]:
+        """Tokens, padded."""
+        batch = self._fill(item.info)
+        return ((item, replace(batch, info=item.info.stamped(self.stage, time.monotonic()))),)
+
+    def put(self, output: tuple[Routed, TokenBatch]) -> bool:
+        """Hand it to its replica, in the order in which batches were routed to it."""
+        routed, batch = output
+        return self._channels[routed.replica].put(batch, routed.ticket)
+
+    def leave(self) -> None:
+        """No replica gets more from this thread."""
+        for channel in self._channels:
+            channel.finish()
+
+
+class ForwardWork(Work):
+    """Runs the target over a batch, or lets it answer one; gradients are off."""
+
+    def __init__(
+        self,
+        name: str,
+        replica: int,
+        stage: TargetForward | Generator,
+        inbox: Channel[TokenBatch],
+        outlets: Sequence[Outlet],
+        settled: Callable[[int, BatchInfo], None],
+        counted: Callable[[BatchInfo], None] | None,
+    ) -> None:
+        super().__init__(name, replica)
+        self._inbox, self._outlets, self._settled, self._counted = inbox, outlets, settled, counted
+        self._type = stage.type
+        self._call: Callable[[TokenBatch], Any] = stage.forward if isinstance(stage, TargetForward) else stage.generate
+        self._expected = FeatureBatch if isinstance(stage, TargetForward) else GeneratedBatch
+
+    def get(self) -> Any:
+        """The next batch of tokens."""
+        return self._inbox.get()
+
+    def process(self, item: TokenBatch) -> Iterable[FeatureBatch | GeneratedBatch]:
+        """Features or responses, checked and stamped."""
+        with _gradients_off():
+            made = self._call(item)
+        if not isinstance(made, self._expected):
+            raise PluginBroken(
+                self._type, f"{self.stage!r} returned {type(made).__name__}, not {self._expected.__name__}"
+            )
+        if made.info.seq != item.info.seq:
+            raise PluginBroken(
+                self._type, f"{self.stage!r} was given batch {item.info.seq} and returned {made.info.seq}"
+            )
+        info = made.info.stamped(self.stage, time.monotonic())
+        if isinstance(made, GeneratedBatch):
+            return (replace(made, info=info),)
+        if getattr(made.features, "requires_grad", False):
+            raise PluginBroken(self._type, f"{self.stage!r} returned features that carry a gradient")
+        return (replace(made, tokens=replace(made.tokens, info=info)),)
+
+    def put(self, output: FeatureBatch | GeneratedBatch) -> bool:
+        """Hand it on; its place is its number in the plan."""
+        return put_to(self._outlets, output, output.info.seq)
+
+    def settle(self, item: TokenBatch, wanted: bool) -> None:
+        """Count it, and let the dispatcher send the next."""
+        super().settle(item, wanted)
+        if wanted and self._counted is not None:
+            self._counted(item.info)
+        self._settled(self.replica, item.info)
+
+    def leave(self) -> None:
+        """No reader gets more from this replica."""
+        for outlet in self._outlets:
+            outlet.finish()
+
+
+class DraftWork(Work):
+    """Trains, and hands records and checkpoints to the sinks."""
+
+    def __init__(
+        self,
+        name: str,
+        stage: Drafter,
+        inbox: Channel[FeatureBatch],
+        outlets: Sequence[Outlet],
+        *,
+        stopping: Callable[[], bool],
+        retire: Callable[[], None],
+        recorded: Callable[[StepRecord], None],
+    ) -> None:
+        super().__init__(name)
+        self._drafter, self._inbox, self._outlets = stage, inbox, outlets
+        self._stopping, self._retire, self._recorded = stopping, retire, recorded
+        self._at_boundary = True
+        self._in_records = 0
+        self.interrupted = self.cut_short = False
+
+    def begin(self) -> Iterable[Any]:
+        """What there is before the first batch."""
+        return self._outputs(self._drafter.begin(), "begin")
+
+    def over(self) -> bool:
+        """The drafter wants no more, or it was asked to stop and no window is open."""
+        return self._drafter.done or (self._at_boundary and self._stopping())
+
+    def get(self) -> Any:
+        """The next batch of features."""
+        return self._inbox.get()
+
+    def process(self, item: FeatureBatch) -> Iterable[Any]:
+        """One micro-batch."""
+        self._at_boundary = False
+        return self._outputs(self._drafter.step(item), "step")
+
+    def put(self, output: StepRecord | Checkpoint) -> bool:
+        """Hand it to the sinks that read it; tell the observers of a step."""
+        wanted = put_to(self._outlets, output)
+        if isinstance(output, StepRecord):
+            self._at_boundary = True
+            self._in_records += output.batches
+            self._recorded(output)
+        return wanted
+
+    def settle(self, item: FeatureBatch, wanted: bool) -> None:
+        """Counted at the end, when it is known which batches were trained on."""
+
+    def finish(self) -> Iterable[Any]:
+        """The end: of the data, of what the drafter wants, or at a person's request."""
+        complete = self._drafter.done or self._inbox.exhausted
+        self.interrupted = not complete
+        self.cut_short = not self._inbox.exhausted
+        if self.cut_short:
+            self._retire()
+        return self._outputs(self._drafter.finish("final" if complete else "interrupted"), "finish")
+
+    def leave(self) -> None:
+        """Close the books; no sink gets more."""
+        self.meter.passed = self._in_records
+        if self.interrupted:
+            self.meter.drop("in a window that was open when the run was stopped", self.meter.taken - self._in_records)
+        for outlet in self._outlets:
+            outlet.finish()
+
+    def _outputs(self, outputs: Any, method: str) -> Iterable[Any]:
+        if not isinstance(outputs, Iterable):
+            raise PluginBroken(self._drafter.type, f"{self.stage!r}: {method}() returned {type(outputs).__name__}")
+        for output in outputs:
+            if not isinstance(output, StepRecord | Checkpoint):
+                raise PluginBroken(self._drafter.type, f"{self.stage!r}: {method}() gave a {type(output).__name__}")
+            yield output
+
+
+class SinkWork(Work):
+    """Writes."""
+
+    def __init__(self, name: str, stage: Sink, inbox: Channel[Any], saved: Callable[[Checkpoint], None]) -> None:
+        super().__init__(name)
+        self._sink, self._inbox, self._saved = stage, inbox, saved
+
+    def get(self) -> Any:
+        """The next item."""
+        return self._inbox.get()
+
+    def process(self, item: Any) -> Iterable[Any]:
+        """Write it; tell the observers of a checkpoint."""
+        self._sink.write(item)
+        if isinstance(item, Checkpoint) and self._sink.saves:
+            self._saved(item)
+        return ()
+
+
+def _gradients_off() -> AbstractContextManager[Any]:
+    # Not inference_mode: its tensors may not be used by autograd, and the drafter trains on these features.
+    torch = sys.modules.get("torch")
+    return torch.no_grad() if torch is not None else nullcontext()

@@ -1,0 +1,144 @@
+"""Lets a target answer prompts: right-padded rows in, texts out, cut by position at the end-of-turn token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from flowdflash.errors import ModelInvalid
+from flowdflash.items import TokenBatch
+from flowdflash.target.load import LoadedTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen: ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 leave all tokens in."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response: decoded text, generated tokens (the end-of-turn token included), and why it ended."""
+
+    text: str
+    tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]
+    """Makes the greedy choice a sample of the softmax, drawn from a generator of its own.
+
+    ``do_sample`` would draw from torch's global generator, which other threads use too.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # An exponential draw is never 0 in practice; the floor keeps the logarithm finite if it is.
+        noise = torch.empty(scores.shape, dtype=torch.float32, device=self._generator.device)
+        noise.exponential_(generator=self._generator).clamp_(min=1e-30)
+        return scores.float() - noise.log().to(scores.device)
+
+
+def left_padded(batch: TokenBatch, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask of a batch with its padding moved to the left, where ``generate`` wants it."""
+    b, S = batch.input_ids.shape
+    ids = np.full((b, S), pad_id, dtype=np.int64)
+    mask = np.zeros((b, S), dtype=np.int64)
+    for row, length in enumerate(batch.lengths.tolist()):
+        ids[row, S - length :] = batch.input_ids[row, :length]
+        mask[row, S - length :] = 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def stop_ids(target: LoadedTarget, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-turn tokens: those of the model's generation config, and the tokenizer's.
+
+    Raises:
+        ModelInvalid: there are none, so no response would ever end.
+    """
+    found: set[int] = set()
+    for ids in (getattr(target.model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+    if not found:
+        raise ModelInvalid(f"{target.ref} names no end-of-turn token (eos_token_id), so no response would end")
+    return tuple(sorted(int(token) for token in found))
+
+
+def generate_answers(
+    target: LoadedTarget,
+    tokenizer: Any,
+    batch: TokenBatch,
+    *,
+    stops: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+) -> list[Answer]:
+    """One answer per row of a batch of prompts. The same seed gives the same draws, whatever other threads do.
+
+    Raises:
+        ModelInvalid: prompt and response together are longer than the target can read.
+    """
+    S = batch.input_ids.shape[1]
+    if 0 < target.max_positions < S + max_new_tokens:
+        raise ModelInvalid(
+            f"a prompt of {S} tokens and max_new_tokens {max_new_tokens} exceed the {target.max_positions} positions "
+            f"of {target.ref} (lower max_new_tokens, or max_length of the source)"
+        )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    ids, mask = left_padded(batch, pad)
+    # Everything is said here: what is left open would come from the model's own generation_config.json.
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=list(stops),
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    with torch.no_grad():
+        out = target.model.generate(
+            ids.to(target.device),
+            attention_mask=mask.to(target.device),
+            generation_config=config,
+            logits_processor=_processors(sampling, target.device, seed),
+        )
+    return [_answer(row, tokenizer, stops) for row in out[:, S:].tolist()]
+
+
+def _processors(sampling: Sampling, device: torch.device, seed: int) -> LogitsProcessorList:
+    if sampling.temperature == 0:
+        return LogitsProcessorList()
+    steps: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_k:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    steps.append(_GumbelNoise(torch.Generator(device).manual_seed(seed)))
+    return LogitsProcessorList(steps)
+
+
+def _answer(tokens: list[int], tokenizer: Any, stops: Sequence[int]) -> Answer:
+    end = next((place for place, token in enumerate(tokens) if token in stops), None)
+    kept = tokens if end is None else tokens[:end]
+    text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(text, len(kept) + (end is not None), "length" if end is None else "stop")

@@ -1,0 +1,91 @@
+"""A frozen target as the stages use it: resolved in ``open``, loaded when first needed, checked when loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowdflash.errors import ModelInvalid
+from flowdflash.items import HeadProbe, TokenBatch
+from flowdflash.stage import Report
+from flowdflash.target.hidden import batch_features, check_hooks, probe_head
+from flowdflash.target.layers import resolve_layers
+from flowdflash.target.load import LoadedTarget, choose_device, choose_dtype, load_target, resolve_model
+from flowdflash.target.weights import text_config
+
+
+class TappedTarget:
+    """Turns batches of tokens into features of the tapped layers.
+
+    Attributes:
+        folder: the model's files.
+        layers: the tapped layers, resolved.
+        hidden_size: width of one layer's output.
+        device, dtype: where and in what the target computes.
+        tokens, secs: real tokens computed so far, and the time that took.
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        cache_dir: Path,
+        *,
+        layers: Sequence[int] | str,
+        num_features: int,
+        dtype: str,
+        device: str,
+        replica: int,
+        report: Report,
+    ) -> None:
+        self._ref, self._cache_dir, self._replica, self._report = ref, cache_dir, replica, report
+        self._dtype_name, self._device_name = dtype, device
+        self.device = choose_device(device, replica)
+        self.dtype = choose_dtype(dtype, self.device)
+        self.folder = Path(resolve_model(ref, cache_dir, report))
+        config = text_config(self.folder)
+        self.hidden_size = int(config.hidden_size)
+        try:
+            self.layers = resolve_layers(layers, num_features, int(config.num_hidden_layers))
+        except ValueError as error:
+            raise ModelInvalid(f"{ref}: {error}") from None
+        self.tokens, self.secs = 0, 0.0
+        self._target: LoadedTarget | None = None
+
+    def load(self, *, while_running: bool = False) -> LoadedTarget:
+        """Load the model unless it is loaded, and check its hooks."""
+        if self._target is None:
+            target = load_target(
+                self._ref,
+                self._cache_dir,
+                dtype=self._dtype_name,
+                device=self._device_name,
+                replica=self._replica,
+                report=self._report,
+                while_running=while_running,
+            )
+            check_hooks(target, self.layers)
+            self._target = target
+        return self._target
+
+    def features(self, batch: TokenBatch) -> Tensor:
+        """``[b, S, K * D]`` features, zero on padding."""
+        target = self.load(while_running=True)
+        started = time.monotonic()
+        features = batch_features(target, self.layers, batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.secs += time.monotonic() - started
+        self.tokens += int(batch.lengths.sum())
+        return features
+
+    def probe(self, batch: TokenBatch) -> HeadProbe:
+        """The target's own logits on the first few tokens of a batch."""
+        return probe_head(self.load(while_running=True), batch)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._target = None

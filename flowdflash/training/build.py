@@ -1,0 +1,172 @@
+"""A draft for a given target: its config from the target's facts, and the matrices that it borrows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowdflash.errors import ModelInvalid
+from flowdflash.items import HeadProbe
+from flowdflash.stage import Report, Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+    from flowdflash.dflash.config import DraftConfig
+    from flowdflash.dflash.loss import Head
+    from flowdflash.dflash.model import DFlashDraft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """The draft's own choices; None takes what the target has.
+
+    Attributes:
+        block_size, num_hidden_layers: shape of the draft.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size: geometry.
+        mask_token_id: embedding row that stands for "unknown".
+    """
+
+    block_size: int
+    num_hidden_layers: int
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    mask_token_id: int | None = None
+
+
+def target_facts(ref: str, cache_dir: Path, report: Report) -> Mapping[str, Any]:
+    """Facts of a target that can be had at run time, whatever kind of reference it is.
+
+    Raises:
+        ModelInvalid: the model cannot be found.
+    """
+    from flowdflash.target.catalogue import facts_of
+    from flowdflash.target.fetch import resolve_model
+
+    facts = facts_of(ref) or facts_of(str(resolve_model(ref, cache_dir, report)))
+    if not facts:
+        raise ModelInvalid(f"{ref}: its config.json cannot be read")
+    return facts
+
+
+def draft_config(
+    options: DraftOptions, ref: str, facts: Mapping[str, Any], layers: tuple[int, ...], table: tuple[int, int], mask: int
+) -> DraftConfig:
+    """The config of a draft for the target ``ref``.
+
+    Args:
+        options: the draft's own choices.
+        ref: how the pipeline names the target, for errors.
+        facts: of the target.
+        layers: tapped layers.
+        table: rows and width of the target's embedding.
+        mask: mask token.
+
+    Raises:
+        ModelInvalid: the target does not say what the draft should copy.
+    """
+    from flowdflash.dflash.config import DraftConfig
+
+    def pick(own: int | None, option: str, fact: str) -> int:
+        if own is not None:
+            return own
+        if fact not in facts:
+            raise ModelInvalid(f"{ref} does not say its {fact}: set {option} in the drafter's options")
+        return int(facts[fact])
+
+    eos = facts.get("eos_token_id")
+    return DraftConfig(
+        hidden_size=table[1],
+        intermediate_size=pick(options.intermediate_size, "intermediate_size", "intermediate_size"),
+        num_hidden_layers=options.num_hidden_layers,
+        num_attention_heads=pick(options.num_attention_heads, "num_attention_heads", "num_heads"),
+        num_key_value_heads=pick(options.num_key_value_heads, "num_key_value_heads", "num_kv_heads"),
+        head_dim=pick(options.head_dim, "head_dim", "head_dim"),
+        vocab_size=table[0],
+        block_size=options.block_size,
+        mask_token_id=mask,
+        target_layer_ids=layers,
+        num_target_layers=int(facts["num_layers"]),
+        rms_norm_eps=float(facts.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(facts["rope_theta"]) if "rope_theta" in facts else _no_theta(ref),
+        max_position_embeddings=int(facts.get("max_position_embeddings", 40960)),
+        bos_token_id=facts.get("bos_token_id"),
+        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+        pad_token_id=facts.get("pad_token_id"),
+    )
+
+
+def _no_theta(ref: str) -> float:
+    raise ModelInvalid(f"{ref} does not say its rope_theta: a draft with another one would be served wrongly")
+
+
+def choose_mask_token(
+    explicit: int | None, ref: str, facts: Mapping[str, Any], rows: int, cache_dir: Path, vocabulary: Vocabulary | None
+) -> int:
+    """The mask token: as the user says, else as known of the target, else by its tokenizer; never one that is in the data.
+
+    Raises:
+        ModelInvalid: it is not a row of the table, means something else, or occurs in the data.
+    """
+    mask = explicit if explicit is not None else facts.get("mask_token_id")
+    special = {facts.get(name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    if mask is None:
+        from flowdflash.target.load import load_tokenizer, resolve_mask_token
+
+        mask = resolve_mask_token(None, load_tokenizer(ref, cache_dir), rows)
+    elif not 0 <= mask < rows:
+        raise ModelInvalid(f"mask token {mask} is not a row of the target's embedding ({rows} rows)")
+    elif mask in special:
+        raise ModelInvalid(f"mask token {mask} is the target's bos, eos or pad token: choose a row without another meaning")
+    if vocabulary is not None and int(mask) in vocabulary.token_ids:
+        raise ModelInvalid(f"mask token {mask} occurs in the training data: choose another row (mask_token_id)")
+    return int(mask)
+
+
+def training_head(head: Head, softmax: str, vocabulary: Vocabulary | None, mask: int) -> Head:
+    """The head to train against: whole, or over the tokens that occur in the data and the mask token.
+
+    Raises:
+        ModelInvalid: the source does not know its tokens beforehand.
+    """
+    if softmax == "full":
+        return head
+    if vocabulary is None:
+        raise ModelInvalid("softmax: seen needs a source that knows its tokens beforehand; use softmax: full")
+    import torch
+
+    return head.restricted(torch.tensor([*vocabulary.supervised_token_ids.tolist(), mask]))
+
+
+def start_from_target(draft: DFlashDraft, ref: str, cache_dir: Path) -> None:
+    """Copy the target's last layers into the draft's layers."""
+    from flowdflash.dflash.model import init_from_layers
+    from flowdflash.target.load import load_decoder_layers
+
+    config = draft.config
+    last = range(config.num_target_layers - config.num_hidden_layers, config.num_target_layers)
+    states = load_decoder_layers(ref, cache_dir, last)
+    init_from_layers(draft, [states[i] for i in last])
+
+
+def check_head(head_weight: torch.Tensor, probe: HeadProbe, target_dtype: torch.dtype) -> None:
+    """Compare the borrowed head with the target's own logits (pitfall W1: a wrong head trains for nothing).
+
+    Raises:
+        ModelInvalid: they differ by more than the rounding of either dtype.
+    """
+    import torch
+
+    logits = probe.hidden.float().cpu() @ head_weight.float().cpu().T
+    wanted = probe.logits.float().cpu()
+    rounding = 1e-3 if target_dtype is head_weight.dtype is torch.float32 else 2e-2
+    allowed = rounding * max(float(wanted.abs().max()), 1.0)
+    worst = float((logits - wanted).abs().max()) if logits.shape == wanted.shape else float("inf")
+    if not worst <= allowed:
+        raise ModelInvalid(
+            f"the output head read for the draft is not the target's: logits differ by {worst:.3g}, allowed is {allowed:.3g}"
+        )

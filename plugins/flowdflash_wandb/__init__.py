@@ -1,0 +1,183 @@
+"""Metrics sink for Weights & Biases: a first-party plugin of flowdflash."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from flowdflash.errors import FlowdflashError
+from flowdflash.items import StepRecord
+from flowdflash.plugin import hookimpl
+from flowdflash.stage import Check, OpenContext, Sink, StageConfig
+from flowdflash_wandb.account import effective_mode, has_api_key
+from flowdflash_wandb.series import AXIS, Series
+
+INIT_TIMEOUT_SECS = 60
+"""How long to wait for the service at the start of a run."""
+
+FINISH_TIMEOUT_SECS = 120
+"""How long to wait for uploads at the end of a run: a dead network must not keep a finished run from ending."""
+
+
+class WandbSink(Sink):
+    """Logs every optimizer step to Weights & Biases: loss, norms, lengths, and which buckets were dispatched.
+
+    Series are drawn over the optimizer step, an axis of their own, so that W&B's hidden counter drops no record. A
+    failure of W&B while training is one warning; from then on records go to a JSONL file in the run's folder. The
+    environment variable WANDB_MODE wins over ``mode``. Never asks for anything.
+    """
+
+    type = "wandb"
+    reads = (StepRecord,)
+
+    class Config(StageConfig):
+        """Options of the W&B sink."""
+
+        project: str = Field("flowdflash", min_length=1, description="W&B project")
+        name: str = Field("", description="name of the run in W&B; empty: the name of the run's folder")
+        mode: Literal["auto", "online", "offline", "disabled"] = Field(
+            "auto",
+            description="auto: online if an API key is configured and the service answers, else offline; online: "
+            "refuse to start without; offline: files for `wandb sync`; disabled: log nothing. WANDB_MODE wins",
+        )
+
+    def __init__(self, config: WandbSink.Config) -> None:
+        super().__init__(config)
+        self._run: Any = None
+        self._wandb: Any = None
+        self._mode = ""
+        self._series = Series()
+        self._failed = ""
+        self._spill = Path()
+        self._counts = {"logged": 0, "spilled": 0, "lost": 0}
+        self._warn: Any = None
+
+    def check(self, check: Check) -> Mapping[str, Any]:
+        """Refuse what would fail after the models are loaded: a mode that is none, online without a key."""
+        # Reading the key's whereabouts here is a little input, and saves a person the time of loading a model.
+        try:
+            if effective_mode(self.config.mode) == "online" and not has_api_key():
+                check.refuse("mode", "online needs a W&B API key and there is none", _KEY_HINT)
+        except ValueError as error:
+            check.refuse("mode", str(error))
+        return {}
+
+    def open(self, ctx: OpenContext) -> None:
+        """Start or take up the W&B run."""
+        self._warn = ctx.report.warn
+        self._spill = ctx.run_dir / f"{ctx.stage}-spill.jsonl"
+        mode = effective_mode(self.config.mode)
+        if mode == "online" and not has_api_key():
+            raise FlowdflashError(f"W&B mode online needs an API key and there is none; {_KEY_HINT}")
+        self._mode = mode if mode != "auto" else "online" if has_api_key() else "offline"
+        if self._mode == "disabled":
+            return
+        self._wandb = _import_wandb()
+        try:
+            self._run = self._start(ctx)
+        except Exception as error:
+            if mode != "auto" or self._mode == "offline":
+                raise FlowdflashError(f"W&B could not start a run ({self._mode}): {_one_line(error)}") from error
+            self._warn(f"W&B does not answer, logging offline instead: {_one_line(error)}")
+            self._mode = "offline"
+            self._run = self._start(ctx)
+        if self._mode == "online" and (url := getattr(self._run, "url", "")):
+            ctx.report.info(f"W&B: {url}")
+
+    def write(self, item: StepRecord) -> None:
+        """Log one record; never raises for a fault of W&B."""
+        if self._run is None and not self._failed:
+            return
+        values = self._series.values(item)
+        if not self._failed:
+            try:
+                self._run.log({**values, **self._histogram()})
+            except Exception as error:
+                self._failed = _one_line(error)
+                self._warn(f"W&B failed at step {item.step}, records go to {self._spill} from here: {self._failed}")
+            else:
+                self._counts["logged"] += 1
+                return
+        self._keep(item)
+
+    def close(self) -> None:
+        """Finish the W&B run, waiting a bounded time for uploads."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=0)
+        except Exception as error:
+            self._warn(f"W&B could not finish the run: {_one_line(error)}")
+
+    def summary(self) -> Mapping[str, Any]:
+        """How many records W&B has, and where the others are."""
+        if self._mode in ("", "disabled"):
+            return {"mode": self._mode or "never opened"}
+        url = str(getattr(self._run, "url", "") or "") if self._mode == "online" else ""
+        spill = str(self._spill) if self._counts["spilled"] else ""
+        extra = {"url": url, "failure": self._failed, "spill_file": spill}
+        return {"mode": self._mode, **self._counts, **{key: value for key, value in extra.items() if value}}
+
+    def _start(self, ctx: OpenContext) -> Any:
+        folder = ctx.run_dir / ctx.stage
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / "run-id.txt"  # a resumed run goes on in the same W&B run
+        given = {"id": known.read_text().strip(), "resume": "allow"} if known.is_file() else {}
+        run = self._wandb.init(
+            project=self.config.project,
+            name=self.config.name or ctx.run_dir.name,
+            mode=self._mode,
+            dir=str(folder),
+            reinit="create_new",
+            config={"seed": ctx.seed, **{k: v for k, v in ctx.facts.items() if isinstance(v, (str, int, float))}},
+            settings=self._wandb.Settings(
+                console="off", silent=True, init_timeout=INIT_TIMEOUT_SECS, finish_timeout=FINISH_TIMEOUT_SECS
+            ),
+            **given,
+        )
+        known.write_text(f"{run.id}\n")
+        run.define_metric(AXIS)
+        run.define_metric("*", step_metric=AXIS)
+        return run
+
+    def _histogram(self) -> dict[str, Any]:
+        histogram = self._series.histogram()
+        return {"buckets/dispatched": self._wandb.Histogram(np_histogram=histogram)} if histogram else {}
+
+    def _keep(self, item: StepRecord) -> None:
+        try:
+            with self._spill.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(item.as_dict()) + "\n")
+            self._counts["spilled"] += 1
+        except OSError:
+            self._counts["lost"] += 1
+
+
+_KEY_HINT = "set WANDB_API_KEY, run `wandb login`, or say `mode: auto` or `offline`"
+
+
+def _import_wandb() -> Any:
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        import wandb
+    except ImportError as error:
+        raise FlowdflashError(
+            f"the sink needs the package wandb, which does not import ({error}); pip install wandb, or say "
+            "`mode: disabled`"
+        ) from error
+    return wandb
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+@hookimpl
+def flowdflash_register(registry: Any) -> None:
+    """Register the sink."""
+    registry.register(WandbSink)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowdflash.data.chat import check_turns, read_conversation
+from flowdflash.data.rejects import Rejected
+
+from .fixtures import say
+
+
+def reason(row: Any, *, answered: bool = True) -> str:
+    with pytest.raises(Rejected) as caught:
+        check_turns(read_conversation(row), answered=answered)
+    return caught.value.rejection.reason
+
+
+def roles(*names: str) -> dict[str, Any]:
+    return {"messages": [{"role": name, "content": "text"} for name in names]}
+
+
+def test_three_dialects_give_one_conversation() -> None:
+    turns = [
+        ("user", "human", "hi"),
+        ("assistant", "gpt", "hello"),
+        ("user", "human", "bye"),
+        ("assistant", "gpt", "ok"),
+    ]
+    dialects = [
+        {"messages": [{"role": role, "content": text} for role, _, text in turns]},
+        {"conversations": [{"role": role, "content": text} for role, _, text in turns]},
+        {"conversations": [{"from": other, "value": text} for _, other, text in turns]},
+    ]
+    first, *others = (read_conversation(row) for row in dialects)
+    assert all(other == first for other in others)
+    assert first.answers == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (roles("user", "user", "assistant"), "two user turns in a row"),
+        (roles("assistant", "user", "assistant"), "opens with an assistant turn"),
+        (roles("system", "assistant"), "opens with an assistant turn"),
+        (roles("user", "assistant", "assistant"), "two assistant turns in a row"),
+        (roles("user", "assistant", "user"), "ends without an answer"),
+        (roles("user", "assistant", "system", "user", "assistant"), "system prompt in the middle"),
+        (roles("user", "tool", "assistant"), "tool result without a call"),
+        (roles("user", "human_1"), "unknown role"),
+        ({"messages": []}, "empty conversation"),
+        (roles("system"), "system prompt only"),
+        (roles("system", "user"), "no assistant turn"),
+        (say("hi", ""), "empty assistant message"),
+        (say("", "ok"), "empty user message"),
+        (say("hi", "   "), "blank assistant message"),
+        ({"messages": None}, "`messages` is null"),
+        ({"text": "x"}, "no `messages` or `conversations`"),
+        ({"messages": "x"}, "conversation is not a list"),
+        ({"messages": ["x"]}, "message is not an object"),
+        ({**say("a", "b"), "conversations": []}, "both `messages` and `conversations`"),
+        ({**say("a", "b", system="s"), "system": "t"}, "two system prompts"),
+        ([1], "row is not an object"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part is not text"),
+    ],
+)
+def test_every_odd_row_has_a_reason_of_its_own(row: Any, expected: str) -> None:
+    assert reason(row) == expected
+
+
+def test_system_then_alternating_turns_are_good_and_a_prompt_needs_no_answer() -> None:
+    check_turns(read_conversation(roles("system", "user", "assistant")), answered=True)
+    check_turns(read_conversation(roles("user")), answered=False)
+    assert reason(roles("system"), answered=False) == "system prompt only"
+
+
+def test_system_key_of_the_row_becomes_the_first_message() -> None:
+    assert read_conversation({**say("a", "b"), "system": "s"}) == read_conversation(say("a", "b", system="s"))
+
+
+def call(arguments: Any, **message: Any) -> dict[str, Any]:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+    return {
+        "messages": [
+            {"role": "user", "content": "1+2?"},
+            {"role": "assistant", "tool_calls": calls, **message},
+            {"role": "tool", "content": "3", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "three"},
+        ]
+    }
+
+
+def test_null_absent_and_empty_content_and_both_argument_forms_are_the_same() -> None:
+    arguments = {"b": 1, "a": {"c": "é"}}
+    rows = [call(arguments, content=None), call(arguments), call(arguments, content="")]
+    rows += [call(json.dumps(arguments), content=None), call(arguments, content=[])]
+    first, *others = (read_conversation(row) for row in rows)
+    assert all(other == first for other in others)
+    check_turns(first, answered=True)
+    assert first.messages[1]["content"] == ""
+
+
+def test_a_text_part_equals_plain_text() -> None:
+    parts = say("hi", "yes")
+    parts["messages"][0]["content"] = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert read_conversation(parts) == read_conversation(say("hi", "yes"))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (call("{not json"), "tool call arguments are not JSON"),
+        (call("[1]"), "tool call arguments are not an object"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool call outside an assistant turn"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool call without a name"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, "`function_call` is not supported"),
+        ({**say("a", "b"), "tools": "{"}, "`tools` is not JSON"),
+        ({**say("a", "b"), "tools": [1]}, "`tools` is not a list of objects"),
+    ],
+)
+def test_tool_calls_that_cannot_be_read_are_named(row: Any, expected: str) -> None:
+    assert reason(row) == expected
+
+
+def test_a_conversation_may_end_with_a_tool_call() -> None:
+    check_turns(read_conversation({"messages": call({})["messages"][:2]}), answered=True)
+
+
+def test_a_tool_call_must_get_its_result_and_the_result_an_answer() -> None:
+    user, asks, result, _ = call({})["messages"]
+    assert reason({"messages": [user, asks, {"role": "assistant", "content": "x"}]}) == "two assistant turns in a row"
+    assert reason({"messages": [user, asks, user, asks]}) == "tool call without a result"
+    assert reason({"messages": [user, asks, result, user, asks]}) == "tool result without an answer"
+
+
+def test_half_a_surrogate_pair_is_mended_and_flagged_even_inside_arguments() -> None:
+    pair = read_conversation(json.loads(r'{"messages": [{"role": "user", "content": "ok \ud83d\udc4d"}]}'))
+    assert (pair.messages[0]["content"], pair.surrogates) == ("ok 👍", False)
+    half = read_conversation(json.loads(r'{"messages": [{"role": "user", "content": "bad \ud83d end"}]}'))
+    assert (half.messages[0]["content"], half.surrogates) == ("bad \ufffd end", True)
+    inner = read_conversation(call(r'{"x": "\ud83d"}'))
+    assert inner.surrogates
+    assert inner.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}

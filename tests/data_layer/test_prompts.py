@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowdflash.data.prompts import load_prompts
+from flowdflash.errors import DataInvalid
+from flowdflash.stages.chat_jsonl import ChatJsonl
+
+from .fixtures import say, write_rows
+
+
+def test_prompts_are_what_serving_would_tokenise(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("hi", "hello", system="s"), {"messages": []}, say("é?")])
+    first, second = load_prompts(path, tokenizer)
+    assert (
+        first.input_ids.tolist()
+        == (tokenizer.apply_chat_template(list(first.messages), add_generation_prompt=True)["input_ids"])
+    )
+    assert (first.text, first.place, second.text, second.place) == ("hi", f"{path}:1", "é?", f"{path}:3")
+    assert [message["role"] for message in first.messages] == ["system", "user"]
+
+
+def test_held_out_prompts_were_never_trained_on(
+    tmp_path: Path, tokenizer: Any, open_source: Callable[..., ChatJsonl]
+) -> None:
+    rows = [say(f"question {n % 30}", f"answer {n}") for n in range(90)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for how in ({"held_out_rows": 6}, {"held_out_share": 0.3}):
+        held_out = load_prompts(path, tokenizer, split="held_out", **how)  # type: ignore[arg-type]
+        trained = open_source(path, split="train", **how)
+        (table,) = trained.epochs()
+        texts = [tokenizer.decode(trained.tokens(n)[0]) for n in table.ids.tolist()]
+        assert held_out
+        assert not any(text.startswith(tokenizer.decode(prompt.input_ids)) for prompt in held_out for text in texts)
+        assert len(held_out) + len(table) == 90
+
+
+def test_limit_and_length_are_obeyed(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("q" * n, "a") for n in range(1, 101)])
+    assert [prompt.text for prompt in load_prompts(path, tokenizer, limit=3)] == ["q", "qq", "qqq"]
+    assert len(load_prompts(path, tokenizer, max_prompt_tokens=39)) == 20
+    with pytest.raises(DataInvalid, match=r"no usable prompt \(longer than max_length 100\)"):
+        load_prompts(path, tokenizer, max_prompt_tokens=5)
+
+
+def test_last_answer_and_template_options_reach_the_rendering(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("a", "b", "c", "d")])
+    (prompt,) = load_prompts(path, tokenizer, prompt_until="last_answer")
+    assert prompt.text == "c"
+    tokenizer.chat_template += "{{ mode }}"
+    (prompt,) = load_prompts(path, tokenizer, template_options={"mode": "quick"})
+    assert tokenizer.decode(prompt.input_ids).endswith("quick")

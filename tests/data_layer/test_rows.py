@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowdflash.data import rows as module
+from flowdflash.data.rows import BOM, CUT_OFF, NOT_JSON, NOT_UTF8, TOO_DEEP, Row, chunks, read_jsonl
+from flowdflash.errors import DataInvalid
+
+THREE = b'{"a": 1}\n{"a": 2}\n{"a": 3}\n'
+
+
+def read(tmp_path: Path, data: bytes, name: str = "rows.jsonl") -> list[Row]:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return list(read_jsonl(path))
+
+
+def values(rows: list[Row]) -> list[object]:
+    return [row.value for row in rows]
+
+
+def test_byte_order_mark_changes_nothing_at_the_start_nor_in_the_middle(tmp_path: Path) -> None:
+    plain, marked = read(tmp_path, THREE), read(tmp_path, BOM + THREE)
+    assert values(plain) == values(marked)
+    joined = read(tmp_path, THREE + BOM + THREE)
+    assert values(joined) == values(plain) * 2
+    assert [row.line for row in joined] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, lambda data: data], ids=["gzip", "zstd", "plain"])
+def test_compression_is_told_by_leading_bytes_and_not_by_name(tmp_path: Path, pack: object) -> None:
+    packed = pack(THREE)  # type: ignore[operator]
+    for name in ("rows.jsonl", "rows.gz", "rows.zst"):
+        assert values(read(tmp_path, packed, name)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert len(read(tmp_path, packed + packed)) == 6
+
+
+def test_padding_after_a_gzip_member_is_no_damage(tmp_path: Path) -> None:
+    assert len(read(tmp_path, gzip.compress(THREE) + b"\0" * 512)) == 3
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
+def test_compressed_file_that_breaks_off_is_named_as_truncated(tmp_path: Path, pack: object) -> None:
+    rows = read(tmp_path, pack(THREE)[:-3])  # type: ignore[operator]
+    assert rows[-1].problem == CUT_OFF
+    assert "breaks off" in rows[-1].detail
+
+
+def test_damaged_compression_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(THREE * 50))
+    packed[14] ^= 0xFF
+    packed[20] ^= 0xFF
+    with pytest.raises(DataInvalid, match=r"rows\.jsonl: damaged compressed data"):
+        read(tmp_path, bytes(packed))
+
+
+def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(DataInvalid, match="pip install zstandard"):
+        read(tmp_path, zstandard.compress(THREE))
+    assert len(read(tmp_path, gzip.compress(THREE))) == 3
+
+
+def test_last_line_without_a_newline_is_read(tmp_path: Path) -> None:
+    assert values(read(tmp_path, b'{"a": 1}')) == [{"a": 1}]
+
+
+def test_last_line_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
+    rows = read(tmp_path, THREE + b'{"a": "cut in the mid')
+    assert [row.problem for row in rows] == ["", "", "", CUT_OFF]
+    assert (rows[-1].line, rows[-1].value) == (4, '{"a": "cut in the mid')
+
+
+def test_last_line_cut_inside_a_character_is_truncated_and_not_bad_text(tmp_path: Path) -> None:
+    assert read(tmp_path, THREE + '{"a": "é'.encode()[:-1])[-1].problem == CUT_OFF
+
+
+def test_blank_lines_are_no_rows_but_keep_their_line_numbers(tmp_path: Path) -> None:
+    rows = read(tmp_path, THREE + b"\n \r\n" + THREE)
+    assert [row.line for row in rows] == [1, 2, 3, 6, 7, 8]
+    assert not any(row.problem for row in rows)
+    assert read(tmp_path, b"") == read(tmp_path, b"\n\n\n") == []
+
+
+def test_faults_of_a_line_have_names_of_their_own(tmp_path: Path) -> None:
+    deep = b"[" * 100_000
+    rows = read(tmp_path, b"{broken\n\xff\xfa\n" + deep + b"\nnull\n")
+    assert [row.problem for row in rows] == [NOT_JSON, NOT_UTF8, TOO_DEEP, ""]
+
+
+def test_other_line_separators_do_not_end_a_row(tmp_path: Path) -> None:
+    data = json.dumps({"a": "x\u2028y\u0085z"}, ensure_ascii=False).encode()
+    assert values(read(tmp_path, data + b"\r\n" + data)) == [{"a": "x\u2028y\u0085z"}] * 2
+
+
+def test_utf16_and_missing_files_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(DataInvalid, match="UTF-16"):
+        read(tmp_path, "{}\n".encode("utf-16"))
+    with pytest.raises(DataInvalid, match=r"gone\.jsonl: cannot be read"):
+        list(read_jsonl(tmp_path / "gone.jsonl"))
+
+
+def test_limit_counts_rows_and_progress_ends_at_the_size_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" + THREE)
+    told: list[tuple[int, int]] = []
+    assert len(list(read_jsonl(path, limit=2))) == 2
+    list(read_jsonl(path, progress=lambda done, total: told.append((done, total))))
+    assert told[-1] == (len(THREE) + 1, len(THREE) + 1)
+
+
+def test_chunks_are_bounded_by_rows_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 10)
+    rows = [Row(n, None, nbytes=size) for n, size in enumerate([1, 1, 9, 20, 1, 1, 1])]
+    assert [[row.line for row in chunk] for chunk in chunks(rows, 2)] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 64))
+def test_block_size_never_changes_the_rows(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], block: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_bytes("\n".join(json.dumps(text) for text in texts).encode())
+    before, module.BLOCK_BYTES = module.BLOCK_BYTES, block
+    try:
+        assert [row.value for row in read_jsonl(path)] == texts
+    finally:
+        module.BLOCK_BYTES = before

@@ -1,0 +1,261 @@
+"""The drafter stage: its window, its records, its checkpoints, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowdflash.errors import ModelInvalid
+from flowdflash.items import BatchInfo, Checkpoint, FeatureBatch, HeadProbe, StepRecord, TokenBatch
+from flowdflash.stage import Check, OpenContext, PlanSummary, Vocabulary
+from flowdflash.stages.dflash_drafter import DFlashDrafter
+
+TOY = 'toy:{"hidden_size":32,"num_layers":6,"heads":4,"kv_heads":2,"head_dim":8,"vocab_size":64}'
+LAYERS = (1, 3)
+MASK = 63
+
+
+def batch(
+    seq: int, lengths: tuple[int, ...] = (12, 9), *, supervised: int = 6, bucket: int = 0, last: bool = False
+) -> FeatureBatch:
+    """Random tokens whose last ``supervised`` ones carry a loss, with random features."""
+    rng = np.random.default_rng(seq)
+    b, S = len(lengths), max(lengths)
+    ids, mask = np.zeros((b, S), np.int64), np.zeros((b, S), np.bool_)
+    for row, n in enumerate(lengths):
+        ids[row, :n] = rng.integers(1, 60, n)
+        mask[row, n - supervised : n] = supervised > 0
+    info = BatchInfo(
+        seq=seq,
+        epoch=0,
+        index=seq,
+        bucket=bucket,
+        sample_ids=tuple(range(seq * 10, seq * 10 + b)),
+        lengths=lengths,
+        supervised=(supervised,) * b,
+        tokens=sum(lengths),
+        padded_tokens=b * S,
+        cost=1.0,
+        last_of_epoch=last,
+    )
+    features = torch.from_numpy(rng.standard_normal((b, S, len(LAYERS) * 32)).astype(np.float32))
+    return FeatureBatch(TokenBatch(info, ids, mask, np.array(lengths)), features, LAYERS)
+
+
+def opened(
+    tmp_path: Path, *, due: Any = lambda step, reason: False, steps: int = 8, vocabulary: Any = None, **options: Any
+) -> DFlashDrafter:
+    """A small drafter on the CPU, in fp32."""
+    config = {
+        "block_size": 4,
+        "num_hidden_layers": 1,
+        "num_anchors": 4,
+        "precision": "float32",
+        "device": "cpu",
+        **options,
+    }
+    drafter = DFlashDrafter(DFlashDrafter.Config(**config))
+    facts = {"model": TOY, "layers": LAYERS, "num_features": 2}
+    drafter.open(
+        OpenContext(
+            "drafter", tmp_path, tmp_path / "cache", seed=3, facts=facts, checkpoint_due=due,
+            plan=PlanSummary(1, steps, steps, vocabulary=vocabulary),
+        )
+    )  # fmt: skip
+    return drafter
+
+
+def records(items: Any) -> list[StepRecord]:
+    return [item for item in items if isinstance(item, StepRecord)]
+
+
+def test_a_window_gives_one_record_with_the_facts_of_its_batches(tmp_path: Path) -> None:
+    drafter = opened(tmp_path, accumulate=2)
+    assert records(drafter.step(batch(0, bucket=1))) == []
+    (record,) = records(drafter.step(batch(1, (20, 7), bucket=3)))
+    assert (record.step, record.batches, record.samples, record.seqs) == (1, 2, 4, (0, 1))
+    assert record.buckets == {"1": 1, "3": 1} and set(record.loss_per_bucket) == {"1", "3"}
+    assert (record.length_max, record.length_mean, record.tokens, record.padded_tokens) == (20, 12.0, 48, 64)
+    assert record.padding == pytest.approx(0.25)
+    assert record.terms > 0 and 0 < record.grad_norm_clipped <= 1.0 + 1e-6 <= record.grad_norm + 1e-6
+    assert len(record.accuracy_per_slot) == 3 and record.skipped == ""
+
+
+def test_the_last_window_of_an_epoch_is_closed_though_it_is_not_full(tmp_path: Path) -> None:
+    drafter = opened(tmp_path, accumulate=4)
+    closed = [records(drafter.step(batch(i, last=i == 6))) for i in range(7)]
+    assert [len(r) for r in closed] == [0, 0, 0, 1, 0, 0, 1]
+    assert [r[0].batches for r in closed if r] == [4, 3]
+
+
+def test_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
+    """Normalised over the window's terms, never a mean of means (N4): very unequal rows, every candidate an anchor."""
+    short, long = batch(0, (12, 12), supervised=3), batch(1, (12, 12), supervised=11)
+    join = np.concatenate
+    tokens = TokenBatch(
+        short.info,
+        join([short.tokens.input_ids, long.tokens.input_ids]),
+        join([short.tokens.loss_mask, long.tokens.loss_mask]),
+        join([short.tokens.lengths, long.tokens.lengths]),
+    )
+    from dataclasses import replace
+
+    both_info = replace(
+        short.info,
+        sample_ids=short.info.sample_ids + long.info.sample_ids,
+        lengths=(12,) * 4,
+        supervised=(3, 3, 11, 11),
+    )
+    joined = FeatureBatch(replace(tokens, info=both_info), torch.cat([short.features, long.features]), LAYERS)
+    split, whole = opened(tmp_path, accumulate=2, num_anchors=20), opened(tmp_path, accumulate=1, num_anchors=20)
+    (first,) = records([*split.step(short), *split.step(long)])
+    (second,) = records(whole.step(joined))
+    assert first.loss == pytest.approx(second.loss, rel=1e-5) and first.grad_norm == pytest.approx(
+        second.grad_norm, rel=1e-4
+    )
+    assert first.terms == second.terms
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip_step"])
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path, policy: str) -> None:
+    drafter = opened(tmp_path, on_nonfinite=policy, max_skipped=2)
+    before = {k: v.clone() for k, v in drafter.draft.state_dict().items()}
+    bad = batch(0)
+    bad.features[:, 2:] = math.inf
+    if policy == "stop":
+        with pytest.raises(FloatingPointError, match="samples \\[0, 1\\]"):
+            list(drafter.step(bad))
+    else:
+        (record,) = records(drafter.step(bad))
+        assert record.skipped and drafter.summary()["steps_skipped"] == 1
+        (fine,) = records(drafter.step(batch(1)))
+        assert not fine.skipped
+        again = batch(2)
+        again.features[:] = math.nan
+        assert records(drafter.step(again))[0].skipped
+        with pytest.raises(FloatingPointError, match="2 in a row"):
+            list(drafter.step(again))
+        return
+    assert all(torch.equal(before[k], v) for k, v in drafter.draft.state_dict().items())
+
+
+def test_a_window_without_a_supervised_slot_takes_no_step_and_is_counted(tmp_path: Path) -> None:
+    drafter = opened(tmp_path)
+    before = {k: v.clone() for k, v in drafter.draft.state_dict().items()}
+    (record,) = records(drafter.step(batch(0, supervised=0)))
+    assert record.terms == 0 and math.isnan(record.loss) and "no supervised slot" in record.skipped
+    assert drafter.summary()["samples_without_anchor"] == 2
+    assert all(torch.equal(before[k], v) for k, v in drafter.draft.state_dict().items())
+
+
+def test_a_checkpoint_is_a_copy_that_training_does_not_touch(tmp_path: Path) -> None:
+    drafter = opened(tmp_path, due=lambda step, reason: reason == "every" and step == 1)
+    items = list(drafter.step(batch(0)))
+    (checkpoint,) = [i for i in items if isinstance(i, Checkpoint)]
+    kept = {k: v.clone() for k, v in checkpoint.draft_tensors.items()}
+    moments = checkpoint.state["optimizer"]["state"][0]["exp_avg"].clone()
+    (record,) = records(drafter.step(batch(1)))
+    assert record.checkpoint_pause_secs >= checkpoint.pause_secs * 0.5 > 0
+    assert all(torch.equal(kept[k], v) for k, v in checkpoint.draft_tensors.items())
+    assert torch.equal(moments, checkpoint.state["optimizer"]["state"][0]["exp_avg"])
+    assert not all(torch.equal(kept[k], v) for k, v in drafter.draft.state_dict().items())
+    assert checkpoint.ledger == {"prefix": 1, "extras": []} and checkpoint.step == 1
+
+
+def test_an_interrupted_run_drops_the_open_window_and_a_finished_one_closes_it(tmp_path: Path) -> None:
+    for reason, steps, consumed in (("interrupted", 1, 2), ("final", 2, 3)):
+        drafter = opened(tmp_path, accumulate=2, due=lambda step, why, reason=reason: why == reason)
+        for i in range(3):
+            list(drafter.step(batch(i)))
+        (checkpoint,) = [i for i in drafter.finish(reason) if isinstance(i, Checkpoint)]  # type: ignore[arg-type]
+        assert (checkpoint.step, checkpoint.ledger["prefix"], checkpoint.reason) == (steps, consumed, reason)
+
+
+def test_state_that_was_restored_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    straight, first = opened(tmp_path), opened(tmp_path)
+    for i in range(4):
+        list(straight.step(batch(i)))
+    for i in range(2):
+        list(first.step(batch(i)))
+    second = opened(tmp_path)
+    second.draft.load_state_dict(first.draft.state_dict())
+    second.restore(first.state())
+    for i in range(2, 4):
+        list(second.step(batch(i)))
+    assert all(torch.equal(a, b) for a, b in zip(straight.draft.parameters(), second.draft.parameters(), strict=True))
+    incomplete = {k: v for k, v in first.state().items() if k != "optimizer"}
+    with pytest.raises(ModelInvalid, match="optimizer"):
+        second.restore(incomplete)
+
+
+def test_w1_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
+    drafter = opened(tmp_path)
+    hidden = torch.randn(3, 32)
+    right = HeadProbe(hidden, hidden @ drafter.full_head.T)
+    wrong = HeadProbe(hidden, hidden @ torch.randn(64, 32).T)
+    good, bad = batch(0), batch(1)
+    from dataclasses import replace
+
+    list(drafter.step(replace(good, probe=right)))
+    with pytest.raises(ModelInvalid, match="not the target's"):
+        list(drafter.step(replace(bad, probe=wrong)))
+
+
+def test_w2_nothing_of_the_target_is_trained(tmp_path: Path) -> None:
+    drafter = opened(tmp_path)
+    embed, head = drafter.embed.clone(), drafter.full_head.clone()
+    for i in range(3):
+        list(drafter.step(batch(i)))
+    assert torch.equal(embed, drafter.embed) and torch.equal(head, drafter.full_head)
+    trained = {id(p) for group in drafter.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in drafter.draft.parameters()}
+
+
+def test_w3_a_mask_token_that_occurs_in_the_data_or_means_something_else_is_refused(tmp_path: Path) -> None:
+    seen = Vocabulary(np.array([1, 2, 7, MASK]), np.array([1, 2]))
+    with pytest.raises(ModelInvalid, match="mask token 63 occurs in the training data"):
+        opened(tmp_path, vocabulary=seen)
+    with pytest.raises(ModelInvalid, match="not a row"):
+        opened(tmp_path, mask_token_id=64)
+
+
+def test_features_of_other_layers_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    drafter = opened(tmp_path)
+    with pytest.raises(ModelInvalid, match="layers"):
+        list(drafter.step(replace(batch(0), layers=(1, 2))))
+
+
+def test_the_softmax_over_seen_tokens_needs_to_know_them(tmp_path: Path) -> None:
+    drafter = opened(tmp_path, softmax="seen", vocabulary=Vocabulary(np.arange(60), np.arange(1, 60)))
+    assert len(drafter.head.weight) == 60
+    (record,) = records(drafter.step(batch(0)))
+    assert math.isfinite(record.loss)
+    with pytest.raises(ModelInvalid, match="softmax"):
+        opened(tmp_path, softmax="seen")
+
+
+def test_max_steps_ends_the_run_and_bounds_the_schedule(tmp_path: Path) -> None:
+    drafter = opened(tmp_path, max_steps=2, steps=50)
+    list(drafter.step(batch(0)))
+    assert not drafter.done
+    list(drafter.step(batch(1)))
+    assert drafter.done and drafter.total_steps == 2
+
+
+def test_check_refuses_geometry_that_cannot_be(tmp_path: Path) -> None:
+    def problems(facts: dict[str, Any], **options: Any) -> list[str]:
+        check = Check("drafter", facts)
+        DFlashDrafter(DFlashDrafter.Config(**options)).check(check)
+        return [p.path for p in check.problems]
+
+    assert problems({"vocab_size": 64}, mask_token_id=64) == ["mask_token_id"]
+    assert problems({"num_layers": 2}, init="target", num_hidden_layers=3) == ["init"]
+    assert problems({"max_length": 8}, block_size=16) == ["block_size"]
+    assert problems({"vocab_size": 64, "num_layers": 4, "max_length": 64}) == []
