@@ -22,7 +22,8 @@ class _CpuRMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(high, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (high * scale).mul_(weight).to(x.dtype)
+        out: Tensor = (high * scale).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:

@@ -13,8 +13,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from flowdflash.cache import cache_dir
+from flowdflash.cli.report_text import outcome_text, plan_text, step_text
 from flowdflash.items import StepRecord
-from flowdflash.report_text import outcome_text, plan_text, step_text
 
 if TYPE_CHECKING:
     from flowdflash.config.check import Pipeline
@@ -38,14 +38,29 @@ class ConsoleReport:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bars = Progress(*columns, console=Console(stderr=True))
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flowdflash.cache import cache_dir
+from flowdflash.cli.report_text import evaluation_lines
 from flowdflash.errors import FlowdflashError, ModelInvalid
 from flowdflash.items import Checkpoint
-from flowdflash.report_text import evaluation_lines
 from flowdflash.stage import OpenContext, Report
 from flowdflash.stages.acceptance import AcceptanceSink
 

@@ -53,7 +53,9 @@ def step_text(record: StepRecord) -> str:
     """One optimizer step, short."""
     if record.skipped:
         return f"skipped: {record.skipped}"
-    return f"loss {record.loss:.3f}  accuracy {record.accuracy:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}"
+    return (
+        f"loss {record.loss:.3f}  accuracy {record.accuracy:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}"
+    )
 
 
 def outcome_text(outcome: Any, run_dir: Path) -> str:

@@ -26,7 +26,11 @@ def stages_text(stages: Sequence[Registered], *, options: bool) -> str:
 def _options(config: Any) -> list[str]:
     lines = []
     for name, field in config.model_fields.items():
-        default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"default {field.default}"
+        default = (
+            "required"
+            if field.default is PydanticUndefined and field.default_factory is None
+            else f"default {field.default}"
+        )
         lines.append(f"    {name} ({default}): {field.description}")
     return lines
 
@@ -45,7 +49,11 @@ def plugins_text(infos: Sequence[PluginInfo]) -> str:
 
 def plugin_text(info: PluginInfo) -> str:
     """All that is known of one plugin."""
-    lines = [f"{info.name} {info.version}".rstrip(), f"origin: {info.origin}", f"import: {info.import_secs * 1000:.0f} ms"]
+    lines = [
+        f"{info.name} {info.version}".rstrip(),
+        f"origin: {info.origin}",
+        f"import: {info.import_secs * 1000:.0f} ms",
+    ]
     if info.error:
         return "\n".join([*lines, f"broken: {info.error}"])
     if info.disabled:

@@ -1,0 +1,61 @@
+"""The command line. Only this package prints or exits; results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from flowdflash import __version__
+
+COMMANDS = {
+    "run": "Run a pipeline.",
+    "validate": "Check a pipeline without running it, and list every problem.",
+    "graph": "Draw a pipeline: stages, what travels on each edge, and the facts. Offline.",
+    "stages": "List the stages that a pipeline may use, with their options.",
+    "plugins": "List, show and write plugins.",
+    "schema": "Print the JSON Schema of pipeline files, for editors.",
+    "eval": "Measure the acceptance length of a run's newest checkpoint by real speculative decoding.",
+}
+"""Commands in the order of ``--help``; each is the ``command`` of the module ``<name>_command``, imported when it is used."""
+
+
+class _LazyGroup(click.Group):
+    """A group that imports a command's module only when the command is run: ``--help`` stays instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"flowdflash.cli.{name}_command").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from difflib import get_close_matches
+
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            close = get_close_matches(args[0], COMMANDS, 1)
+            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flowdflash")
+@click.option("--plugins-dir", type=click.Path(path_type=Path), help="Load every plugin file (*.py) of this folder.")
+@click.option("--disable-plugin", "disabled", multiple=True, metavar="NAME", help="Leave an installed plugin out.")
+@click.pass_context
+def main(ctx: click.Context, plugins_dir: Path | None, disabled: tuple[str, ...]) -> None:
+    """Train DFlash draft models from a YAML pipeline.
+
+    Exit codes: 0 ok, 1 a run failed, 2 wrong command line, 78 pipeline or plugin invalid, 130/143 interrupted.
+    """
+    ctx.obj = {"plugins_dir": plugins_dir, "disabled": disabled}

@@ -1,0 +1,5 @@
+"""``python -m flowdflash.cli``."""
+
+from flowdflash.cli import main
+
+main()

@@ -1,0 +1,84 @@
+"""What the commands share: plugins, loading a pipeline, errors to exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from flowdflash.config.check import Pipeline
+    from flowdflash.plugin.loader import Plugins
+
+FAILED, INVALID = 1, 78
+
+FILE = click.argument("file", type=click.Path(path_type=Path))
+SET = click.option(
+    "--set", "overrides", multiple=True, metavar="A.B=C", help="Set one value of the pipeline; may be repeated."
+)
+STRICT = click.option("--strict", is_flag=True, help="Take warnings for errors.")
+
+
+def load_all_plugins(ctx: click.Context) -> Plugins:
+    """Built-in stages, installed plugins and those of ``--plugins-dir``; what is wrong with one goes to stderr."""
+    from flowdflash import stages
+    from flowdflash.plugin.loader import load_plugins
+
+    plugins = load_plugins(
+        builtin=[stages], plugins_dir=ctx.find_root().obj["plugins_dir"], disabled=ctx.find_root().obj["disabled"]
+    )
+    for warning in plugins.warnings:
+        click.echo(f"warning: plugin {warning}", err=True)
+    return plugins
+
+
+def load_pipeline(
+    ctx: click.Context, file: Path, overrides: tuple[str, ...] = (), strict: bool = False
+) -> tuple[Pipeline, Plugins]:
+    """Read and check a pipeline file; warnings go to stderr."""
+    from flowdflash.config.check import load
+    from flowdflash.config.problems import as_text
+
+    plugins = load_all_plugins(ctx)
+    pipeline = load(file, plugins, overrides=overrides, strict=strict)
+    if pipeline.warnings:
+        click.echo(as_text(pipeline.warnings), err=True)
+    return pipeline, plugins
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn the library's errors into a text on stderr and an exit code."""
+    from flowdflash.errors import FlowdflashError, PipelineInvalid, PluginBroken, StageFailed
+
+    try:
+        yield
+    except PipelineInvalid as error:
+        from flowdflash.config.problems import as_text
+
+        click.echo(as_text(error.problems), err=True)
+        sys.exit(INVALID)
+    except PluginBroken as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(INVALID)
+    except StageFailed as error:
+        _tell_failure(error)
+        sys.exit(FAILED)
+    except FlowdflashError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(FAILED)
+
+
+def _tell_failure(error: Any) -> None:
+    from flowdflash.errors import FlowdflashError
+
+    # An error that we raise on purpose says all there is to say; anything else needs its traceback.
+    if not isinstance(error.cause, FlowdflashError):
+        click.echo(error.original_traceback(), err=True, nl=False)
+    click.echo(f"error: {error}", err=True)
+    for later in error.later:
+        click.echo(f"  then: {later}", err=True)
