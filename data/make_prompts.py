@@ -2,7 +2,8 @@
 
     python data/make_prompts.py
 
-The topics of prompts.held_out.jsonl.gz are in no prompt of prompts.train.jsonl.gz. The same script gives the same bytes.
+The topics of prompts.held_out.jsonl.gz are in no prompt of prompts.train.jsonl.gz. The same script gives the same
+bytes.
 """
 
 from __future__ import annotations

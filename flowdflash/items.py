@@ -351,6 +351,16 @@ class StepRecord:
             k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in plain.items()
         }
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> StepRecord:
+        """The record that ``as_dict`` gave.
+
+        Raises:
+            TypeError: an entry is missing or unknown.
+        """
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+        return cls(**values)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
@@ -365,6 +375,8 @@ class Checkpoint:
         state: everything else that a resume needs (optimizer, schedule, counters): tensors and plain values only.
         ledger: batch numbers that the optimizer has consumed, as ``{"prefix": n, "extras": [...]}``.
         pause_secs: time that the training thread was stopped for the copy.
+        records: the last optimizer steps before it, which a sink of records may not have written yet when a run is
+            killed; the runtime puts them in.
     """
 
     step: int
@@ -375,6 +387,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     ledger: Mapping[str, Any]
     pause_secs: float = 0.0
+    records: tuple[StepRecord, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 A stage is a class with a nested pydantic ``Config``; it is built from its config and nothing else, so class and config
 can cross a process border while the object never does. A stage never sees a thread, a queue or a lock. Its life has
 three phases: ``check`` (no torch; facts from configs alone), ``open`` (devices, files, models; on the thread that will
-run it, one stage at a time) and run (the one method of its kind), then ``close``, which is called once whatever happened.
+run it, one stage at a time) and run (the one method of its kind), then ``close``, called once whatever happened.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _model_ref(text: str, info: ValidationInfo) -> str:
 
 
 ModelRef = Annotated[str, AfterValidator(_model_ref)]
-"""A model: a local folder (starts with ``.``, ``/`` or ``~``), a model that flowdflash can fetch, or a Hugging Face id."""
+"""A model: a local folder (starts with ``.``, ``/`` or ``~``), one that flowdflash can fetch, or a Hugging Face id."""
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -100,15 +100,17 @@ class Check:
         stage: name of the stage in the pipeline.
         facts: facts of everything upstream, merged. Names in use: ``tokenizer`` and ``model`` (model references),
             ``max_length`` (tokens), ``epochs``, ``buckets`` (count), ``hidden_size``, ``num_layers`` (decoder layers of
-            the target), ``layers`` (tapped layers), ``vocab_size``, ``mask_token_id``, ``dtype``, ``replicas``,
-            ``block_size``, ``window`` (micro-batches per optimizer step). A fact that cannot be known without opening a
-            model is absent.
+            the target), ``layers`` (tapped layers), ``num_features`` (how many), ``vocab_size``, ``mask_token_id``,
+            ``dtype``, ``replicas``, ``block_size``, ``window`` (micro-batches per optimizer step). A fact that cannot
+            be known without opening a model is absent.
         problems: what has been reported; ``path`` is relative to the stage.
+        complete: False where a stage upstream is at fault itself, so that a fact may be missing for that reason.
     """
 
     stage: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    complete: bool = True
 
     def refuse(self, option: str, message: str, hint: str = "") -> None:
         """Report an error at an option of this stage (``""`` for the stage itself)."""
@@ -198,6 +200,8 @@ class OpenContext:
         plan: known before the data plane opens; None on the planning plane.
         checkpoint_due: ``checkpoint_due(step, reason)`` is True if some sink wants a checkpoint there.
         waits: seconds that each edge's consumer has waited for input, by ``from->to``, since the run began.
+        resumed_at_step: optimizer steps taken by the run that this one goes on with; None where a run begins. What a
+            sink wrote of later steps in ``run_dir`` is void, since these steps come again.
     """
 
     stage: str
@@ -211,6 +215,11 @@ class OpenContext:
     plan: PlanSummary | None = None
     checkpoint_due: Callable[[int, str], bool] = lambda step, reason: False
     waits: Callable[[], Mapping[str, float]] = dict
+    resumed_at_step: int | None = None
+
+
+_Class = type
+"""A stage has an attribute of its own named ``type``."""
 
 
 class Stage:
@@ -221,12 +230,14 @@ class Stage:
         type: name in the registry; what ``type:`` in a pipeline says.
         reads: payload class of the input.
         writes: payload class per output port; the port named ``""`` is what a bare ``inputs: name`` reads.
+        safe_to_change: options that may have another value when a run is resumed, since no weight depends on them.
     """
 
     kind: ClassVar[Kind]
     type: ClassVar[str]
-    reads: ClassVar[tuple[type, ...]] = ()
-    writes: ClassVar[Mapping[str, type]] = {}
+    reads: ClassVar[tuple[_Class, ...]] = ()
+    writes: ClassVar[Mapping[str, _Class]] = {}
+    safe_to_change: ClassVar[frozenset[str]] = frozenset()
 
     class Config(StageConfig):
         """No options."""
@@ -238,6 +249,11 @@ class Stage:
     def replicas(self) -> int:
         """How many copies of this stage run at once, each on its own thread."""
         return int(getattr(self.config, "replicas", 1))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Asked after ``open``: does it compute on the CPU, with all cores? Such stages take turns."""
+        return False
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """Look at config and upstream facts, report problems, return facts for the stages downstream."""
@@ -415,6 +431,13 @@ class Drafter(Stage):
         """The end of the run. ``final`` closes an open window; ``interrupted`` drops it, as if never seen."""
         raise NotImplementedError
 
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint of this drafter, as if training had never stopped. Called once, after ``begin``.
+
+        What comes next is the plan without the batches of the checkpoint's ledger.
+        """
+        raise NotImplementedError(f"drafter {self.type!r} cannot resume a run")
+
     @property
     def done(self) -> bool:
         """No further batch is wanted (a step limit is reached)."""
@@ -431,6 +454,14 @@ class Sink(Stage):
     def write(self, item: Any) -> None:
         """Take one item."""
         raise NotImplementedError
+
+    @property
+    def last_step(self) -> int | None:
+        """Of a sink for records in a run that is resumed: the last step that it has; None if it cannot tell.
+
+        Records that a killed run had not brought to it before the checkpoint are given to it first.
+        """
+        return None
 
     def wants(self, step: int, reason: str) -> bool:
         """Of a sink for checkpoints: is one wanted at this step? ``reason`` is ``start``, ``every`` or ``final``."""

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from flowdflash.data.lengths import BRIEF_EDGES, BRIEF_MU, BRIEF_SIGMA, lognormal
 from flowdflash.items import BatchInfo, BatchTable, Checkpoint, IntArray, SampleTable, StepRecord
 from flowdflash.plugin.registry import Registry
 from flowdflash.stage import Bucketer, Check, Dispatcher, History, Interleaver, OpenContext, ReplicaLoad, Sink, Stage
@@ -24,17 +24,29 @@ if TYPE_CHECKING:
     from flowdflash.plugin.loader import Plugins
     from flowdflash.runtime.outcome import RunOutcome
 
+__all__ = [
+    "BRIEF_BUDGET",
+    "BRIEF_EDGES",
+    "assert_bucketer_contract",
+    "assert_dispatcher_contract",
+    "assert_interleaver_contract",
+    "assert_sink_contract",
+    "brief_samples",
+    "make_batches",
+    "make_checkpoint",
+    "make_records",
+    "make_samples",
+    "open_context",
+    "run_pipeline",
+]
+
 S = TypeVar("S", bound=Stage)
 R = TypeVar("R")
-
-BRIEF_EDGES = (768, 1216, 1728, 2432, 3296, 8192)
-"""Bucket edges of ``brief_samples``, in tokens."""
 
 BRIEF_BUDGET = 49152
 """Padded tokens per batch that go with ``brief_samples``."""
 
 _BRIEF_BATCHES = (238, 434, 612, 851, 938, 3367)
-_BRIEF_LAW = NormalDist(7.4921, 0.8097)
 
 
 def make_samples(
@@ -60,17 +72,14 @@ def make_batches(buckets: Sequence[int] | IntArray, lengths: Sequence[int] | Int
 def brief_samples(scale: int = 1) -> SampleTable:
     """Samples of which the longest of six buckets has a fifth of the samples and over half of the batches.
 
-    Lengths are the mid-rank quantiles of a log-normal law truncated to 1..8192, so nothing is random. With
-    ``BRIEF_EDGES`` and ``BRIEF_BUDGET``, every batch is full: 6,440 of them from 100,082 samples. ``scale`` 10 or 100
-    gives about a tenth or a hundredth of the batches.
+    Lengths are the mid-rank quantiles of a log-normal law truncated to 1..8192, so nothing is random. With the bucket
+    edges ``BRIEF_EDGES`` and ``BRIEF_BUDGET``, every batch is full: 6,440 of them from 100,082 samples. ``scale`` 10 or
+    100 gives about a tenth or a hundredth of the batches.
     """
     columns = []
     for low, high, batches in zip((0, *BRIEF_EDGES), BRIEF_EDGES, _BRIEF_BATCHES, strict=False):
         count = round(batches / scale) * (BRIEF_BUDGET // high)
-        start, end = (_BRIEF_LAW.cdf(float(np.log(edge + 1))) for edge in (low, high))
-        ranks = start + (end - start) * (np.arange(count) + 0.5) / count
-        quantiles = np.array([_BRIEF_LAW.inv_cdf(rank) for rank in ranks.tolist()])
-        columns.append(np.clip(np.exp(quantiles).astype(np.int64), low + 1, high))
+        columns.append(lognormal((np.arange(count) + 0.5) / count, BRIEF_MU, BRIEF_SIGMA, low + 1, high))
     return make_samples(np.concatenate(columns))
 
 

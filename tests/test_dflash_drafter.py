@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from flowdflash.errors import ModelInvalid
 from flowdflash.items import BatchInfo, Checkpoint, FeatureBatch, HeadProbe, StepRecord, TokenBatch
@@ -47,8 +50,17 @@ def batch(
     return FeatureBatch(TokenBatch(info, ids, mask, np.array(lengths)), features, LAYERS)
 
 
+FACTS = {"model": TOY, "layers": LAYERS, "num_features": 2}
+
+
 def opened(
-    tmp_path: Path, *, due: Any = lambda step, reason: False, steps: int = 8, vocabulary: Any = None, **options: Any
+    tmp_path: Path,
+    *,
+    due: Any = lambda step, reason: False,
+    steps: int = 8,
+    vocabulary: Any = None,
+    facts: Any = FACTS,
+    **options: Any,
 ) -> DFlashDrafter:
     """A small drafter on the CPU, in fp32."""
     config = {
@@ -60,13 +72,10 @@ def opened(
         **options,
     }
     drafter = DFlashDrafter(DFlashDrafter.Config(**config))
-    facts = {"model": TOY, "layers": LAYERS, "num_features": 2}
-    drafter.open(
-        OpenContext(
-            "drafter", tmp_path, tmp_path / "cache", seed=3, facts=facts, checkpoint_due=due,
-            plan=PlanSummary(1, steps, steps, vocabulary=vocabulary),
-        )
-    )  # fmt: skip
+    plan = PlanSummary(1, steps, steps, vocabulary=vocabulary)
+    # One cache for all tests of a process: the toy target is built once.
+    cache = tmp_path.parent / "cache"
+    drafter.open(OpenContext("drafter", tmp_path, cache, seed=3, facts=facts, checkpoint_due=due, plan=plan))
     return drafter
 
 
@@ -103,8 +112,6 @@ def test_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
         join([short.tokens.loss_mask, long.tokens.loss_mask]),
         join([short.tokens.lengths, long.tokens.lengths]),
     )
-    from dataclasses import replace
-
     both_info = replace(
         short.info,
         sample_ids=short.info.sample_ids + long.info.sample_ids,
@@ -124,7 +131,7 @@ def test_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["stop", "skip_step"])
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path, policy: str) -> None:
     drafter = opened(tmp_path, on_nonfinite=policy, max_skipped=2)
-    before = {k: v.clone() for k, v in drafter.draft.state_dict().items()}
+    before = {k: v.clone() for k, v in drafter.trainer.draft.state_dict().items()}
     bad = batch(0)
     bad.features[:, 2:] = math.inf
     if policy == "stop":
@@ -138,19 +145,19 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path, pol
         again = batch(2)
         again.features[:] = math.nan
         assert records(drafter.step(again))[0].skipped
-        with pytest.raises(FloatingPointError, match="2 in a row"):
+        with pytest.raises(FloatingPointError, match=r"2 in a row; checkpoints: none was taken"):
             list(drafter.step(again))
         return
-    assert all(torch.equal(before[k], v) for k, v in drafter.draft.state_dict().items())
+    assert all(torch.equal(before[k], v) for k, v in drafter.trainer.draft.state_dict().items())
 
 
 def test_a_window_without_a_supervised_slot_takes_no_step_and_is_counted(tmp_path: Path) -> None:
     drafter = opened(tmp_path)
-    before = {k: v.clone() for k, v in drafter.draft.state_dict().items()}
+    before = {k: v.clone() for k, v in drafter.trainer.draft.state_dict().items()}
     (record,) = records(drafter.step(batch(0, supervised=0)))
     assert record.terms == 0 and math.isnan(record.loss) and "no supervised slot" in record.skipped
     assert drafter.summary()["samples_without_anchor"] == 2
-    assert all(torch.equal(before[k], v) for k, v in drafter.draft.state_dict().items())
+    assert all(torch.equal(before[k], v) for k, v in drafter.trainer.draft.state_dict().items())
 
 
 def test_a_checkpoint_is_a_copy_that_training_does_not_touch(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_a_checkpoint_is_a_copy_that_training_does_not_touch(tmp_path: Path) -> 
     assert record.checkpoint_pause_secs >= checkpoint.pause_secs * 0.5 > 0
     assert all(torch.equal(kept[k], v) for k, v in checkpoint.draft_tensors.items())
     assert torch.equal(moments, checkpoint.state["optimizer"]["state"][0]["exp_avg"])
-    assert not all(torch.equal(kept[k], v) for k, v in drafter.draft.state_dict().items())
+    assert not all(torch.equal(kept[k], v) for k, v in drafter.trainer.draft.state_dict().items())
     assert checkpoint.ledger == {"prefix": 1, "extras": []} and checkpoint.step == 1
 
 
@@ -176,31 +183,72 @@ def test_an_interrupted_run_drops_the_open_window_and_a_finished_one_closes_it(t
         assert (checkpoint.step, checkpoint.ledger["prefix"], checkpoint.reason) == (steps, consumed, reason)
 
 
-def test_state_that_was_restored_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
-    straight, first = opened(tmp_path), opened(tmp_path)
-    for i in range(4):
-        list(straight.step(batch(i)))
+def test_a_drafter_that_was_resumed_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    """Weights, moments, step of the schedule and ledger; also the counters (N10)."""
+    due = {"due": lambda step, reason: reason == "interrupted"}
+    straight, first, second = opened(tmp_path), opened(tmp_path, **due), opened(tmp_path)
+    whole = [record for i in range(4) for record in records(straight.step(batch(i)))]
     for i in range(2):
         list(first.step(batch(i)))
-    second = opened(tmp_path)
-    second.draft.load_state_dict(first.draft.state_dict())
-    second.restore(first.state())
-    for i in range(2, 4):
-        list(second.step(batch(i)))
-    assert all(torch.equal(a, b) for a, b in zip(straight.draft.parameters(), second.draft.parameters(), strict=True))
-    incomplete = {k: v for k, v in first.state().items() if k != "optimizer"}
-    with pytest.raises(ModelInvalid, match="optimizer"):
-        second.restore(incomplete)
+    (checkpoint,) = [item for item in first.finish("interrupted") if isinstance(item, Checkpoint)]
+    second.resume(checkpoint)
+    rest = [record for i in range(2, 4) for record in records(second.step(batch(i)))]
+    plain = [(r.step, r.loss, r.lr, r.grad_norm, r.seqs) for r in (*whole[2:], *rest)]
+    assert plain[:2] == plain[2:]
+    pairs = zip(straight.trainer.draft.parameters(), second.trainer.draft.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert second.consumed.as_dict() == {"prefix": 4, "extras": []}
+    assert all(torch.equal(checkpoint.draft_tensors[k], v) for k, v in first.trainer.weights().items())
+
+
+@pytest.mark.parametrize("entry", ["optimizer", "steps", "skipped_in_row"])
+def test_27_a_checkpoint_that_lacks_an_entry_is_refused_by_name(tmp_path: Path, entry: str) -> None:
+    drafter = opened(tmp_path, due=lambda step, reason: True)
+    (checkpoint,) = drafter.begin()
+    assert isinstance(checkpoint, Checkpoint)
+    with pytest.raises(ModelInvalid, match=f"lacks {entry}"):
+        drafter.resume(replace(checkpoint, state={k: v for k, v in checkpoint.state.items() if k != entry}))
+
+
+def test_a_checkpoint_of_another_draft_is_refused(tmp_path: Path) -> None:
+    (checkpoint,) = opened(tmp_path, due=lambda step, reason: True).begin()
+    assert isinstance(checkpoint, Checkpoint)
+    with pytest.raises(ModelInvalid, match="block_size 4 instead of 6"):
+        opened(tmp_path, block_size=6).resume(checkpoint)
+
+
+def test_what_is_consumed_out_of_turn_is_in_the_ledger_until_the_prefix_reaches_it(tmp_path: Path) -> None:
+    drafter = opened(tmp_path)
+    for seq, ledger in ((0, (1, [])), (3, (1, [3])), (2, (1, [2, 3])), (1, (4, []))):
+        list(drafter.step(batch(seq)))
+        assert drafter.consumed.as_dict() == dict(zip(("prefix", "extras"), ledger, strict=True))
+
+
+def test_a_checkpoint_that_is_due_at_the_last_step_is_taken_there_and_not_only_at_the_end(tmp_path: Path) -> None:
+    """Two sinks: one wants every second step and nothing at the end, the other the end alone."""
+    drafter = opened(tmp_path, steps=2, due=lambda step, why: why == "final" or (why == "every" and step == 2))
+    items = [*drafter.step(batch(0)), *drafter.step(batch(1, last=True)), *drafter.finish("final")]
+    assert [(i.step, i.reason) for i in items if isinstance(i, Checkpoint)] == [(2, "every"), (2, "final")]
+
+
+def graph_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) and o.grad_fn is not None for o in gc.get_objects())
+
+
+def test_56_no_graph_lives_on_after_a_micro_batch(tmp_path: Path) -> None:
+    drafter, before = opened(tmp_path, accumulate=4), graph_tensors()
+    for i in range(3):
+        list(drafter.step(batch(i)))
+        assert graph_tensors() == before
 
 
 def test_w1_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
     drafter = opened(tmp_path)
     hidden = torch.randn(3, 32)
-    right = HeadProbe(hidden, hidden @ drafter.full_head.T)
+    right = HeadProbe(hidden, hidden @ drafter.trainer.full_head.T)
     wrong = HeadProbe(hidden, hidden @ torch.randn(64, 32).T)
     good, bad = batch(0), batch(1)
-    from dataclasses import replace
-
     list(drafter.step(replace(good, probe=right)))
     with pytest.raises(ModelInvalid, match="not the target's"):
         list(drafter.step(replace(bad, probe=wrong)))
@@ -208,12 +256,12 @@ def test_w1_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
 
 def test_w2_nothing_of_the_target_is_trained(tmp_path: Path) -> None:
     drafter = opened(tmp_path)
-    embed, head = drafter.embed.clone(), drafter.full_head.clone()
+    embed, head = drafter.trainer.embed.clone(), drafter.trainer.full_head.clone()
     for i in range(3):
         list(drafter.step(batch(i)))
-    assert torch.equal(embed, drafter.embed) and torch.equal(head, drafter.full_head)
-    trained = {id(p) for group in drafter.optimizer.param_groups for p in group["params"]}
-    assert trained == {id(p) for p in drafter.draft.parameters()}
+    assert torch.equal(embed, drafter.trainer.embed) and torch.equal(head, drafter.trainer.full_head)
+    trained = {id(p) for group in drafter.trainer.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in drafter.trainer.draft.parameters()}
 
 
 def test_w3_a_mask_token_that_occurs_in_the_data_or_means_something_else_is_refused(tmp_path: Path) -> None:
@@ -225,8 +273,6 @@ def test_w3_a_mask_token_that_occurs_in_the_data_or_means_something_else_is_refu
 
 
 def test_features_of_other_layers_are_refused(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     drafter = opened(tmp_path)
     with pytest.raises(ModelInvalid, match="layers"):
         list(drafter.step(replace(batch(0), layers=(1, 2))))
@@ -234,7 +280,7 @@ def test_features_of_other_layers_are_refused(tmp_path: Path) -> None:
 
 def test_the_softmax_over_seen_tokens_needs_to_know_them(tmp_path: Path) -> None:
     drafter = opened(tmp_path, softmax="seen", vocabulary=Vocabulary(np.arange(60), np.arange(1, 60)))
-    assert len(drafter.head.weight) == 60
+    assert len(drafter.trainer.head.weight) == 60
     (record,) = records(drafter.step(batch(0)))
     assert math.isfinite(record.loss)
     with pytest.raises(ModelInvalid, match="softmax"):
@@ -249,13 +295,53 @@ def test_max_steps_ends_the_run_and_bounds_the_schedule(tmp_path: Path) -> None:
     assert drafter.done and drafter.total_steps == 2
 
 
-def test_check_refuses_geometry_that_cannot_be(tmp_path: Path) -> None:
-    def problems(facts: dict[str, Any], **options: Any) -> list[str]:
-        check = Check("drafter", facts)
-        DFlashDrafter(DFlashDrafter.Config(**options)).check(check)
-        return [p.path for p in check.problems]
+def problems(facts: dict[str, Any], **options: Any) -> list[str]:
+    check = Check("drafter", facts)
+    DFlashDrafter(DFlashDrafter.Config(**options)).check(check)
+    return [p.path for p in check.problems]
 
+
+def test_check_refuses_geometry_that_cannot_be() -> None:
     assert problems({"vocab_size": 64}, mask_token_id=64) == ["mask_token_id"]
     assert problems({"num_layers": 2}, init="target", num_hidden_layers=3) == ["init"]
     assert problems({"max_length": 8}, block_size=16) == ["block_size"]
     assert problems({"vocab_size": 64, "num_layers": 4, "max_length": 64}) == []
+
+
+def test_check_refuses_an_option_without_effect_and_a_backend_without_a_device() -> None:
+    assert problems({}, max_skipped=3) == ["max_skipped"]
+    assert problems({}, max_skipped=3, on_nonfinite="skip_step") == []
+    assert problems({}, attention="flex", device="cpu") == ["attention"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "gpu"},
+        {"device": "cuda:1,cuda:2"},
+        {"betas": (0.9, 1.0)},
+        {"head_dim": 7},
+        {"num_attention_heads": 6, "num_key_value_heads": 4},
+        {"gamma": 0.0},
+    ],
+)
+def test_options_that_could_never_train_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        DFlashDrafter.Config(**options)
+
+
+def test_layers_follow_from_the_model_where_no_stage_could_tell_them_beforehand(tmp_path: Path) -> None:
+    """A Hugging Face id that is not in the catalogue: the target stage knows how many layers, not which."""
+    drafter = opened(tmp_path, facts={"model": TOY, "num_features": 2})
+    assert drafter.trainer.draft.config.target_layer_ids == LAYERS
+
+
+def test_flex_is_refused_where_it_has_no_backward(tmp_path: Path) -> None:
+    with pytest.raises(ModelInvalid, match="flex cannot train on cpu"):
+        opened(tmp_path, attention="flex", device="auto")
+
+
+def test_a_schedule_that_falls_needs_to_know_where_it_ends(tmp_path: Path) -> None:
+    with pytest.raises(ModelInvalid, match="set max_steps"):
+        opened(tmp_path, steps=0)
+    assert opened(tmp_path, steps=0, schedule="constant").total_steps == 0

@@ -219,3 +219,8 @@ def test_a_million_samples_are_planned_in_half_a_second():
         stage.batches(samples, np.random.default_rng(0))
         best = min(best, time.process_time() - started)
     assert best < 0.5
+
+
+def test_a_policy_for_samples_above_the_last_edge_needs_edges():
+    assert [path for path, _, _ in problems(token_budget=100, buckets=2, over_long="drop")] == ["over_long"]
+    assert problems(token_budget=100, edges=[10, 100], over_long="drop") == []

@@ -263,3 +263,18 @@ def test_keeps_the_contract_of_a_sink(wandb):
 
 def test_values_are_plain_numbers():
     assert all(np.isscalar(v) for v in Series().values(make_records(1)[0]).values())
+
+
+def test_a_resumed_run_logs_each_step_once_and_goes_on_counting(tmp_path, wandb):
+    records = make_records(6)
+    first, _ = opened(tmp_path, mode="offline")
+    for record in records[:4]:  # killed after step 4; the checkpoint is that of step 2
+        first.write(record)
+    second = WandbSink(WandbSink.Config(mode="offline"))
+    second.open(open_context(tmp_path, "metrics", report=SilentReport(), seed=7, resumed_at_step=2))
+    assert second.last_step == 4
+    for record in records[2:]:
+        second.write(record)
+    assert [row["step"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["dispatched/0"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
+    assert wandb.inits[1]["id"] == "abc123"

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 from flowdflash import __version__
 
+INTERRUPTED = 130
+
 COMMANDS = {
     "run": "Run a pipeline.",
     "validate": "Check a pipeline without running it, and list every problem.",
     "graph": "Draw a pipeline: stages, what travels on each edge, and the facts. Offline.",
+    "plan": "Show what an epoch will look like, and strategies side by side. Offline.",
     "stages": "List the stages that a pipeline may use, with their options.",
     "plugins": "List, show and write plugins.",
     "schema": "Print the JSON Schema of pipeline files, for editors.",
+    "compare": "Say whether two runs are the same, bit for bit, and where they part.",
     "eval": "Measure the acceptance length of a run's newest checkpoint by real speculative decoding.",
 }
-"""Commands in the order of ``--help``; each is the ``command`` of the module ``<name>_command``, imported when it is used."""
+"""Commands in the order of ``--help``; each is ``command`` of the module ``<name>_command``, imported when used."""
 
 
 class _LazyGroup(click.Group):
@@ -47,6 +53,14 @@ class _LazyGroup(click.Group):
             ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As of any group; Ctrl-C where no run is going on ends with the code of an interruption, not of a failure."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flowdflash")
@@ -58,4 +72,7 @@ def main(ctx: click.Context, plugins_dir: Path | None, disabled: tuple[str, ...]
 
     Exit codes: 0 ok, 1 a run failed, 2 wrong command line, 78 pipeline or plugin invalid, 130/143 interrupted.
     """
+    # Libraries' own progress bars would run into ours, and fill log files. tqdm reads this when it is imported; a
+    # download from the Hugging Face Hub still shows its bar, on terminals only.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     ctx.obj = {"plugins_dir": plugins_dir, "disabled": disabled}

@@ -26,7 +26,10 @@ def find_checkpoint(path: Path) -> Path:
     latest = path / "checkpoints" / "latest"
     if not latest.is_file():
         raise ModelInvalid(f"{path} is neither a checkpoint nor a run with one (no checkpoints/latest)")
-    return path / "checkpoints" / latest.read_text(encoding="utf-8").strip()
+    newest = path / "checkpoints" / latest.read_text(encoding="utf-8").strip()
+    if not (newest / "draft" / "config.json").is_file():
+        raise ModelInvalid(f"{latest} names {newest.name!r}, which is not there; name another checkpoint of {path}")
+    return newest
 
 
 def evaluate_checkpoint(
@@ -53,23 +56,38 @@ def evaluate_checkpoint(
 
     folder = find_checkpoint(path.resolve())
     run_dir = folder.parent.parent
-    record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    pipeline = load_pipeline((run_dir / "pipeline.yaml").read_text(encoding="utf-8"), Path(record["pipeline_folder"]))
+    base = Path(_entry(run_dir / "run.json", "pipeline_folder"))
+    pipeline = load_pipeline(_text(run_dir / "pipeline.yaml"), base)
     nodes = [n for n in pipeline.graph.nodes.values() if issubclass(n.cls, AcceptanceSink)]
     if not nodes:
         raise FlowdflashError(f"the pipeline of {run_dir} has no sink of type {AcceptanceSink.type} to evaluate with")
     given = {"prompts": prompts and prompts.resolve(), "num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
     config = nodes[0].config.model_copy(update={k: v for k, v in given.items() if v is not None})
     draft_config, draft = load_zlab(folder / "draft")
-    step = int(json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))["step"])
+    step = int(_entry(folder / "checkpoint.json", "step"))
     checkpoint = Checkpoint(step, 0, "final", zlab_config(draft_config), draft.state_dict(), {}, {})
     sink = AcceptanceSink(config)
     ctx = OpenContext(nodes[0].name, run_dir, cache_dir(), seed=pipeline.seed, facts=nodes[0].facts, report=report)
-    sink.open(ctx)
     try:
+        sink.open(ctx)
         return {"checkpoint": str(folder), **sink.measure(checkpoint).as_dict()}
     finally:
         sink.close()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        hint = "a checkpoint is evaluated where its run has left it, by the pipeline of that run"
+        raise ModelInvalid(f"{path} cannot be read: {error} ({hint})") from error
+
+
+def _entry(path: Path, name: str) -> str:
+    try:
+        return str(json.loads(_text(path))[name])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelInvalid(f"{path} has no {name}: it was not written by flowdflash, or is damaged") from error
 
 
 def evaluation_text(result: dict[str, Any], style: str) -> str:

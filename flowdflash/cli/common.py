@@ -82,3 +82,5 @@ def _tell_failure(error: Any) -> None:
     click.echo(f"error: {error}", err=True)
     for later in error.later:
         click.echo(f"  then: {later}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        click.echo(note, err=True)

@@ -13,12 +13,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from flowdflash.cache import cache_dir
-from flowdflash.cli.report_text import outcome_text, plan_text, step_text
-from flowdflash.items import StepRecord
+from flowdflash.cli.report_text import outcome_text, plan_text, resume_text, step_text
+from flowdflash.errors import StageFailed
+from flowdflash.items import Checkpoint, StepRecord
 
 if TYPE_CHECKING:
     from flowdflash.config.check import Pipeline
     from flowdflash.plugin.loader import Plugins
+    from flowdflash.runtime.resume import Resume
+    from flowdflash.runtime.rundir import RunDir
     from flowdflash.runtime.stop import StopRequest
 
 INTERVAL_SECS = 10.0
@@ -28,8 +31,8 @@ INTERVAL_SECS = 10.0
 class ConsoleReport:
     """Tells a person on stderr: bars on a terminal, a line per interval elsewhere. Safe to call from any thread."""
 
-    def __init__(self, interval_secs: float = INTERVAL_SECS) -> None:
-        self._interval_secs = interval_secs
+    def __init__(self, interval_secs: float = INTERVAL_SECS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_secs, self._clock = interval_secs, clock
         self._lock = threading.Lock()
         self._last: dict[str, float] = {}
         self._bars: Any = None
@@ -61,17 +64,22 @@ class ConsoleReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+        with self._lock:
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
 
     def info(self, text: str) -> None:
         """One line."""
         with self._lock:
-            if self._bars is not None:
-                self._bars.console.print(text, markup=False, highlight=False)
-            else:
-                print(text, file=sys.stderr, flush=True)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if self._bars is not None:
+            # As it is: nothing in it is markup, and a table that is wider than the terminal keeps its lines.
+            self._bars.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """One line that a person should see."""
@@ -79,19 +87,16 @@ class ConsoleReport:
 
     def progress(self, what: str, done: int, total: int, note: str = "") -> None:
         """Long work: a bar, or a line per interval; the first and the last call are always shown."""
-        if self._bars is not None:
-            with self._lock:
+        with self._lock:
+            if self._bars is not None:
                 if what not in self._tasks:
                     self._tasks[what] = self._bars.add_task(what, total=total)
                 self._bars.update(self._tasks[what], completed=done, total=total, description=f"{what} {note}".rstrip())
-            return
-        now = time.monotonic()
-        with self._lock:
-            due = what not in self._last or done >= total or now - self._last[what] >= self._interval_secs
-            if due:
+                return
+            now = self._clock()
+            if what not in self._last or done >= total or now - self._last[what] >= self._interval_secs:
                 self._last[what] = now
-        if due:
-            self.info(f"{what}: {done:,} of {total:,}{'  ' + note if note else ''}")
+                self._say(f"{what}: {done:,} of {total:,}{'  ' + note if note else ''}")
 
 
 class _Watch:
@@ -101,7 +106,7 @@ class _Watch:
         self._plugins, self._report = plugins, report
         self.total_steps = 0
 
-    def notify(self, hook: str, **arguments: Any) -> list[str]:
+    def notify(self, hook: str, /, **arguments: Any) -> list[str]:
         """As ``Plugins.notify``."""
         record = arguments.get("record")
         if hook == "flowdflash_step" and isinstance(record, StepRecord):
@@ -117,27 +122,71 @@ def run_pipeline(
     Raises:
         FlowdflashError: the run failed, or its folder cannot be used.
     """
-    from flowdflash.runtime.executor import execute
     from flowdflash.runtime.rundir import RunDir
-    from flowdflash.runtime.stop import StopRequest
 
-    stop, watch = StopRequest(), _Watch(plugins, report)
-
-    def on_plan(plan: Any) -> None:
-        watch.total_steps = sum(epoch.steps(plan.window) for epoch in plan.epochs)
-        report.info(plan_text(plan))
-
-    with RunDir.create(run_dir, pipeline.name) as run, _signals(stop) as received:
+    with RunDir.create(run_dir, pipeline.name) as run:
         run.write_pipeline(pipeline.text)
         run.write_provenance(
             pipeline_text=pipeline.text, seed=pipeline.seed, pipeline_folder=pipeline.path.resolve().parent
         )
         report.info(f"run folder: {run.path}")
-        outcome = execute(pipeline, watch, run, report=report, stop=stop, cache_dir=cache_dir(), on_plan=on_plan)
+        return carry_out(pipeline, plugins, run, report, say=say)
+
+
+def carry_out(
+    pipeline: Pipeline,
+    plugins: Plugins,
+    run: RunDir,
+    report: ConsoleReport,
+    *,
+    say: Callable[[str], None],
+    resume: Resume | None = None,
+) -> int:
+    """Run a pipeline in its folder, from the beginning or from where it was left; returns the exit code.
+
+    Raises:
+        FlowdflashError: the run failed.
+    """
+    from flowdflash.runtime.executor import execute
+    from flowdflash.runtime.stop import StopRequest
+
+    stop, watch = StopRequest(), _Watch(plugins, report)
+    resumable = _resumable(pipeline)
+
+    def on_plan(plan: Any) -> None:
+        watch.total_steps = _steps_wanted(plan, pipeline)
+        report.info(plan_text(plan))
+
+    with _signals(stop) as received:
+        try:
+            outcome = execute(
+                pipeline, watch, run, report=report, stop=stop, cache_dir=cache_dir(), on_plan=on_plan, resume=resume
+            )
+        except StageFailed as error:
+            if resumable and (run.path / "checkpoints" / "latest").is_file():
+                error.add_note(resume_text(run.path))
+            raise
         say(outcome_text(outcome, run.path))
     if outcome.status == "interrupted":
+        if resumable:
+            say(resume_text(run.path))
         return 128 + (received[0] if received else signal.SIGINT)
     return 0
+
+
+def _resumable(pipeline: Pipeline) -> bool:
+    """A run of it leaves checkpoints to go on from."""
+    drafters = pipeline.graph.of_kind("drafter")
+    sinks = [node.cls for node in pipeline.graph.of_kind("sink")]
+    return len(drafters) == 1 and any(Checkpoint in cls.reads and getattr(cls, "saves", False) for cls in sinks)
+
+
+def _steps_wanted(plan: Any, pipeline: Pipeline) -> int:
+    """Optimizer steps of the plan, or as many of them as the drafter wants."""
+    planned: int = sum(epoch.steps(plan.window) for epoch in plan.epochs)
+    drafters = pipeline.graph.of_kind("drafter")
+    limit: int = getattr(drafters[0].config, "max_steps", 0) if drafters else 0
+    return min(planned, limit) if limit else planned
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def command(
     max_new_tokens: int | None,
     style: str,
 ) -> None:
-    """Measure the acceptance length of a run's newest checkpoint (or of one checkpoint) by real speculative decoding."""
+    """Measure the acceptance length of a run's newest checkpoint, or of one named, by real speculative decoding."""
     from flowdflash.cli.checkpoint_eval import evaluate_checkpoint, evaluation_text
     from flowdflash.cli.console import ConsoleReport
 

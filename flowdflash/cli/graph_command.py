@@ -31,4 +31,7 @@ def command(ctx: click.Context, file: Path, overrides: tuple[str, ...], style: s
     if output is None:
         click.echo(text)
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise click.FileError(str(output), error.strerror) from error

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import PydanticUndefined
-
 if TYPE_CHECKING:
     from flowdflash.plugin.loader import PluginInfo
     from flowdflash.plugin.registry import Registered
@@ -26,11 +24,7 @@ def stages_text(stages: Sequence[Registered], *, options: bool) -> str:
 def _options(config: Any) -> list[str]:
     lines = []
     for name, field in config.model_fields.items():
-        default = (
-            "required"
-            if field.default is PydanticUndefined and field.default_factory is None
-            else f"default {field.default}"
-        )
+        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
         lines.append(f"    {name} ({default}): {field.description}")
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,9 +63,11 @@ def outcome_text(outcome: Any, run_dir: Path) -> str:
     """The account of a run."""
     rate = outcome.tokens / outcome.wall_secs if outcome.wall_secs else 0.0
     lines = [
-        f"{outcome.status}: {outcome.steps:,} optimizer steps, {outcome.batches:,} batches, {outcome.samples:,} samples, "
-        f"{outcome.tokens:,} tokens in {outcome.wall_secs:.1f} s ({rate:,.0f} tokens/s)"
+        f"{outcome.status}: {outcome.steps:,} optimizer steps, {outcome.batches:,} batches, "
+        f"{outcome.samples:,} samples, {outcome.tokens:,} tokens in {outcome.wall_secs:.1f} s ({rate:,.0f} tokens/s)"
     ]
+    if outcome.resumed_at_step is not None:
+        lines.append(f"resumed after step {outcome.resumed_at_step:,}: all but the steps counts from there")
     if outcome.batches_per_bucket:
         lines.append("batches per bucket: " + ", ".join(f"{k}: {v:,}" for k, v in outcome.batches_per_bucket.items()))
     lines += [f"dropped: {count:,} samples ({reason})" for reason, count in outcome.dropped.items()]
@@ -77,6 +80,11 @@ def outcome_text(outcome: Any, run_dir: Path) -> str:
     if outcome.status == "interrupted":
         lines.append("interrupted at a step boundary" + ("; no checkpoint was written" if outcome.aborted else ""))
     return "\n".join(lines)
+
+
+def resume_text(run_dir: Path) -> str:
+    """How to go on with a run."""
+    return f"go on with: flowdflash run --resume {shlex.quote(str(run_dir))}"
 
 
 def _stage_table(outcome: Any) -> str:
@@ -103,12 +111,19 @@ def _summary_lines(name: str, summary: Mapping[str, Any]) -> list[str]:
 
 def evaluation_lines(name: str, e: Mapping[str, Any]) -> list[str]:
     """One evaluation, for a person."""
-    slots = " ".join(f"{x:.2f}" for x in e["acceptance_per_slot"])
+    slots = " ".join(_figure(x, 2) for x in e["acceptance_per_slot"])
+    tau, pooled = _figure(e["tau"], 3), _figure(e["tau_pooled"], 3)
     return [
-        f"{name}: step {e['step']}: acceptance length τ = {e['tau']:.3f} (pooled {e['tau_pooled']:.3f}) on {e['prompts']} prompts, "
-        f"{e['new_tokens']:,} tokens in {e['passes']:,} passes; {e['identical']} of {e['prompts']} identical to plain greedy decoding",
+        f"{name}: step {e['step']}: acceptance length τ = {tau} (pooled {pooled}) on {e['prompts']} prompts, "
+        f"{e['new_tokens']:,} tokens in {e['passes']:,} passes; "
+        f"{e['identical']} of {e['prompts']} identical to plain greedy decoding",
         f"  passes that committed 1, 2, ... tokens: {' '.join(map(str, e['histogram']))}; accepted per slot: {slots}",
     ]
+
+
+def _figure(value: float | None, digits: int) -> str:
+    """A number, or a dash where there was nothing to measure."""
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _short(value: Any) -> str:

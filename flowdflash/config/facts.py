@@ -17,11 +17,16 @@ def with_facts(stages: Mapping[str, Declared], wired: Wired, found: Found) -> Gr
     flowing: dict[str, Mapping[str, Any]] = {}
     returned: dict[str, Mapping[str, Any]] = {}
     edges: list[Edge] = []
+    broken: set[str] = set()
     for name in wired.order:
         stage, inputs = stages[name], wired.edges[name]
+        read = stage.wires is not None and len(stage.wires) == len(inputs) and (bool(inputs) or stage.kind == "source")
+        complete = read and not any(edge.source in broken for edge in inputs)
         facts = _merged([flowing[edge.source] for edge in inputs if edge.source in flowing])
-        own = _checked(stage, facts, found)
+        own = _checked(stage, facts, complete, found)
         flowing[name] = {**facts, **own}
+        if not complete or stage.cls is None or stage.config is None:
+            broken.add(name)
         if stage.cls is not None and stage.config is not None:
             returned[name] = own
             kind = stage.cls.kind
@@ -49,10 +54,10 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _checked(stage: Declared, facts: Mapping[str, Any], found: Found) -> Mapping[str, Any]:
+def _checked(stage: Declared, facts: Mapping[str, Any], complete: bool, found: Found) -> Mapping[str, Any]:
     if stage.cls is None or stage.config is None:
         return {}
-    check = Check(stage.name, facts=dict(facts))
+    check = Check(stage.name, facts=dict(facts), complete=complete)
     plugin = f" (plugin {stage.owner!r})" if stage.owner else ""
     try:
         own = stage.cls(stage.config).check(check)

@@ -65,7 +65,13 @@ class InputSpec(StageConfig):
     """One input of a stage, with the options of the channel that it comes through."""
 
     from_: str = Field(alias="from", description="Name of the stage to read, or stage.port for one of several outputs.")
-    capacity: int = Field(2, ge=1, le=1_000_000, description="Most items that may wait, per replica of the reader.")
+    capacity: int = Field(
+        2,
+        ge=1,
+        le=1_000_000,
+        description="Most items that may wait, per replica of the reader; in planned order at least 4 per replica of "
+        "the stage before, where that has several.",
+    )
     capacity_bytes: Bytes = Field(0, description="Most bytes that may wait, such as 4GiB; 0 for no limit.")
 
 

@@ -88,7 +88,10 @@ def _wire(node: Node, path: tuple[str, ...], found: Found) -> Wire | None:
         found.add(path, message, "such as inputs: target, or inputs: {from: target, capacity: 4}")
         return None
     spec = validate(InputSpec, node, path, found)
-    return None if spec is None else Wire(spec.from_, (*path, "from"), spec.capacity, spec.capacity_bytes)
+    if spec is None:
+        return None
+    given = frozenset(spec.model_fields_set)
+    return Wire(spec.from_, (*path, "from"), spec.capacity, spec.capacity_bytes, given)
 
 
 def elsewhere(key: str, root: Table, plugins: Plugins, here: str | None = None) -> str:

@@ -40,12 +40,16 @@ StageClass = type[Stage]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """An input as written: a stage or ``stage.port``, the place where it stands, and the options of its channel."""
+    """An input as written: a stage or ``stage.port``, the place where it stands, and the options of its channel.
+
+    ``given`` names those that stand there.
+    """
 
     ref: str
     path: Steps
     capacity: int = 2
     capacity_bytes: int = 0
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,21 @@ def _edges(
             found.add(wire.path, f"{stage} reads {shown(wire.ref)} twice", "name it once")
             continue
         edges[name, port] = Edge(name, port, stage.name, payload, wire.capacity, wire.capacity_bytes)
+        _without_effect(wire, source, stage, payload, found)
         if stage.cls is not None and stage.kind != "source" and not issubclass(payload, stage.cls.reads):
             _wrong_payload(wire, source, stage, payload, stages, found)
     return tuple(edges.values())
+
+
+def _without_effect(wire: Wire, source: Declared, reader: Declared, payload: type, found: Found) -> None:
+    """Refuse limits that would limit nothing."""
+    for option in sorted(wire.given & {"capacity", "capacity_bytes"}):
+        path = (*wire.path[:-1], option)
+        if reader.kind in ("bucketer", "interleaver"):
+            found.add(path, f"nothing waits between {source} and {reader}, which plan together", f"delete {option}")
+        elif option == "capacity_bytes" and not hasattr(payload, "nbytes"):
+            what = f"{payload.__name__} is a few numbers, not worth counting in bytes"
+            found.add(path, what, "limit 'capacity', or delete it")
 
 
 def _split(ref: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Rows to samples: conversation, rendering, tokens and loss mask, in chunks.
 
 Markup in the text of a row (the name of a special token) rejects the row: a tokenizer would make a special token of it.
-A row whose ``finish_reason`` is ``length`` ends in an answer that was cut off when it was generated: its sample ends with
-the last token of that answer, since no end-of-turn token was the target's own.
+A row whose ``finish_reason`` is ``length`` ends in an answer that was cut off when it was generated: its sample ends
+with the last token of that answer, since no end-of-turn token was the target's own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Any, options: EncodeOptions, split: Split | None = None) -> None:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         self._options, self._split = options, split or Split()
         self._template = ChatTemplate(tokenizer, options.template_options, marks=options.generation_marks == "check")

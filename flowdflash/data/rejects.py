@@ -34,7 +34,7 @@ class Rejection:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
-class Rejected(Exception):  # noqa: N818 - it steers, it is no error
+class Rejected(Exception):
     """Raised inside the data layer to leave a row out; never leaves it."""
 
     def __init__(self, reason: str, detail: str = "", turn: int = -1) -> None:

@@ -24,31 +24,54 @@ def auto_layers(num_target_layers: int, n: int) -> tuple[int, ...]:
     else:
         span = num_target_layers - 4
         layers = tuple(round(1 + j * span / (n - 1)) for j in range(n))
-    try:
-        check_layers(layers, num_target_layers)
-    except ModelInvalid as error:
+    wrong = layers_problem(layers, num_target_layers)
+    if wrong:
         raise ModelInvalid(
-            f"a target of {num_target_layers} layers is too shallow for {n} automatic layers: {error}"
-        ) from None
+            f"a target of {num_target_layers} decoder layers is too shallow for {n} automatic layers: {wrong}"
+        )
     return layers
+
+
+def layers_problem(layers: Sequence[int], num_target_layers: int | None) -> str:
+    """What is wrong with a list of tapped layers; empty if nothing. ``num_target_layers`` None: depth not known yet.
+
+    The last layer is out of range: what most code calls its output has been through the final norm already (L6).
+    """
+    if not layers:
+        return "at least one target layer is needed"
+    if any(b <= a for a, b in pairwise(layers)):
+        return f"target layers must be strictly increasing, without repeats, got {list(layers)}"
+    if layers[0] < 0:
+        return f"target layer {layers[0]} does not exist: layers are counted from 0"
+    if num_target_layers is not None and layers[-1] > num_target_layers - 2:
+        return (
+            f"target layer {layers[-1]} is out of range: of {num_target_layers} decoder layers 0 to "
+            f"{num_target_layers - 2} can be tapped (the last one's output is followed by the final norm)"
+        )
+    return ""
 
 
 def check_layers(layers: Sequence[int], num_target_layers: int) -> None:
     """Refuse a list of tapped layers that is empty, not strictly increasing, or out of range.
 
-    The last layer is out of range: what most code calls its output has been through the final norm already (L6).
+    Raises:
+        ModelInvalid: says what is wrong.
     """
-    what = f"target layers {list(layers)} of a target with {num_target_layers} layers"
-    if not layers:
-        raise ModelInvalid(f"{what}: at least one layer is needed")
-    outside = [layer for layer in layers if not 0 <= layer <= num_target_layers - 2]
-    if outside:
-        raise ModelInvalid(
-            f"{what}: {outside} out of range; layers are 0-based and go from 0 to {num_target_layers - 2} "
-            "(the last layer's output is not usable, it is followed by the final norm)"
-        )
-    if any(b <= a for a, b in pairwise(layers)):
-        raise ModelInvalid(f"{what}: layers must be strictly increasing, without repeats")
+    wrong = layers_problem(layers, num_target_layers)
+    if wrong:
+        raise ModelInvalid(f"{wrong} (of a target with {num_target_layers} decoder layers)")
+
+
+def resolve_layers(layers: Sequence[int] | str, num_features: int, num_target_layers: int) -> tuple[int, ...]:
+    """``auto`` or an explicit list, checked against the depth of the target.
+
+    Raises:
+        ModelInvalid: the list cannot be used in a target of that depth.
+    """
+    if isinstance(layers, str):
+        return auto_layers(num_target_layers, num_features)
+    check_layers(layers, num_target_layers)
+    return tuple(layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ class LossSums:
     micro-batch and divide the gradients by the summed ``den`` before the step (``optim.scale_gradients``).
 
     Attributes:
-        num: weighted cross-entropy, with its graph unless ``detached``.
+        num: weighted cross-entropy, with its graph.
         den: summed weights.
         terms: supervised slots.
         correct_per_slot, terms_per_slot: ``[B-1]`` slots whose most likely token is the label, and all that count.
@@ -195,9 +195,13 @@ class LossSums:
     full_blocks: Tensor
     run_tokens: Tensor
 
-    def detached(self) -> LossSums:
-        """The same numbers without the graph: what may be kept for logging."""
-        return LossSums(**{name: getattr(self, name).detach() for name in self.__slots__})
+    def row(self) -> Tensor:
+        """What may be kept for logging, without the graph and on the same device: ``[4 + 2 (B - 1)]`` fp64.
+
+        ``num``, ``den``, ``terms``, ``anchors``, then ``correct_per_slot``, then ``terms_per_slot``.
+        """
+        plain = torch.stack([self.num.detach(), self.den, self.terms, self.anchors]).double()
+        return torch.cat([plain, self.correct_per_slot, self.terms_per_slot])
 
     def __add__(self, other: LossSums) -> LossSums:
         return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})

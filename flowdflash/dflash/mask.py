@@ -119,7 +119,7 @@ def _flex_block_mask(limit: Tensor, context: int, block_size: int) -> Any:
         )
 
     slots = A * block_size
-    return create_block_mask(visible, b, None, slots, context + slots, device=limit.device.type)
+    return create_block_mask(visible, b, None, slots, context + slots, device=limit.device)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:

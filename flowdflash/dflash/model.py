@@ -28,6 +28,7 @@ __all__ = [
     "auto_layers",
     "check_layers",
     "init_from_layers",
+    "init_fusion",
     "tensor_shapes",
 ]
 
@@ -271,6 +272,25 @@ def init_from_layers(
         copies.append((draft.norm.weight, _matching(final_norm, draft.norm.weight, "norm.weight")))
     for weight, value in copies:
         weight.copy_(value)
+
+
+@torch.no_grad()
+def init_fusion(draft: DFlashDraft, context_norm: Tensor, *, others: float = 0.02) -> None:
+    """Let the context start as the state of the deepest tapped layer, normed as the target's next layer norms it.
+
+    A draft layer that starts as that next layer then has the target's own keys and values to attend to from the first
+    step; with a random fusion it has noise.
+
+    Args:
+        draft: changed in place.
+        context_norm: ``[D]`` input norm of the target's layer after the deepest tapped one.
+        others: share of the random initial weights that is left on all columns, so that the other layers can come in.
+    """
+    width = draft.config.hidden_size
+    value = _matching(context_norm, draft.hidden_norm.weight, "the context's norm")
+    draft.fc.weight.mul_(others)
+    draft.fc.weight[:, -width:] += torch.eye(width, dtype=draft.fc.weight.dtype)
+    draft.hidden_norm.weight.copy_(value)
 
 
 def _matching(value: Tensor | None, parameter: Tensor, what: str) -> Tensor:

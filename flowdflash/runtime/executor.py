@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from flowdflash.runtime.observers import Notifier, Observers
 from flowdflash.runtime.outcome import RunOutcome, build_outcome, check_books, summary_name
 from flowdflash.runtime.plan import window_of
 from flowdflash.runtime.planner import Plan, blamed_on, plan_epochs, summarise
+from flowdflash.runtime.resume import Resume, keep_plan, restore_planning
 from flowdflash.runtime.rundir import RunDir
 from flowdflash.runtime.stop import StopRequest
 from flowdflash.runtime.wiring import PLANNING, Wiring, replicas_of
@@ -60,6 +62,7 @@ def execute(
     cache_dir: Path | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     grace_secs: float = GRACE_SECS,
+    resume: Resume | None = None,
 ) -> RunOutcome:
     """Run a pipeline to its end.
 
@@ -72,13 +75,17 @@ def execute(
         cache_dir: cache shared between runs; the user's by default.
         on_plan: told the plan on the calling thread, before the data plane opens; never of a streaming source.
         grace_secs: how long to wait for a thread that is stuck in a call, once the run is over otherwise.
+        resume: where to go on, if the folder is that of a run which has not come to its end.
 
     Raises:
         PipelineInvalid: the runtime cannot run this graph.
         StageFailed: a stage failed; every thread has ended and every stage that was opened has been closed.
     """
+    # Two stages that compute at once have a team of OpenMP threads each, on the same cores. A team that spins while it
+    # waits keeps the other from its work, so waiting threads sleep. Read when torch is first imported: later than here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     cache = cache_dir if cache_dir is not None else user_cache_dir()
-    execution = _Execution(pipeline, plugins, run, report, stop or StopRequest(), cache, grace_secs)
+    execution = _Execution(pipeline, plugins, run, report, stop or StopRequest(), cache, grace_secs, resume)
     return execution.run(on_plan)
 
 
@@ -94,7 +101,9 @@ class _Execution:
         stop: StopRequest,
         cache_dir: Path,
         grace_secs: float,
+        resume: Resume | None,
     ) -> None:
+        self._resume = resume
         self._pipeline, self._run_dir, self._report, self._stop = pipeline, run, report, stop
         self._cache_dir, self._grace_secs = cache_dir, grace_secs
         # A SimpleQueue may be put to from a signal handler that interrupts a get on the same thread.
@@ -108,6 +117,7 @@ class _Execution:
             stop=stop,
             report=report,
             observers=self._observers,
+            resume=resume,
         )
         self._plan: Plan | None = None
         self._vocabulary: Vocabulary | None = None
@@ -165,9 +175,13 @@ class _Execution:
         def plan(worker: Worker) -> None:
             with blamed_on(stages.names.source):
                 self._vocabulary = stages.source.vocabulary()
+            if self._resume is not None:
+                restore_planning(stages, self._run_dir.path)
             if not stages.source.streaming:
                 self._plan = plan_epochs(planner)
                 self._wiring.plan = summarise(self._plan)
+            consumed = self._resume.ledger if self._resume is not None else None
+            keep_plan(stages, self._plan, self._run_dir.path, consumed)
 
         self._do([worker], "plan", plan)
 
@@ -189,6 +203,7 @@ class _Execution:
                 plan=None if planning else self._summary(node),
                 checkpoint_due=partial(self._wiring.checkpoint_due, name),
                 waits=self._wiring.waits,
+                resumed_at_step=self._resume.step if self._resume else None,
             )
             openings.append(Opening(stage, context))
         return openings

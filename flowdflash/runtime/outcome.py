@@ -22,6 +22,7 @@ class RunOutcome:
         status: ``finished`` at the end of the data or of what the drafter wanted; ``interrupted`` at a person's
             request; ``failed`` only in the record that is kept of a run that raised.
         steps: optimizer steps of the first drafter.
+        resumed_at_step: where the run was taken up; what follows counts from there. None of a run from its beginning.
         batches, samples, tokens: worked off.
         batches_per_bucket: by bucket id, as text.
         dropped: samples that were in no batch, by reason.
@@ -38,6 +39,7 @@ class RunOutcome:
 
     status: Literal["finished", "interrupted", "failed"]
     steps: int = 0
+    resumed_at_step: int | None = None
     batches: int = 0
     samples: int = 0
     tokens: int = 0
@@ -79,6 +81,7 @@ def build_outcome(
     return RunOutcome(
         status="failed" if failed else "interrupted" if interrupted else "finished",
         steps=tally.steps,
+        resumed_at_step=wiring.resume.step if wiring.resume else None,
         batches=tally.batches,
         samples=tally.samples,
         tokens=tally.tokens,
@@ -145,8 +148,9 @@ def _check_plan(wiring: Wiring, *, stopped: bool) -> None:
     lost = planner.samples_taken - planner.samples_planned - sum(planner.dropped.values())
     if lost:
         raise _unbalanced(names.bucketer, f"{lost} samples are in no batch and were not counted as dropped")
-    if wiring.plan.batches and planner.batches_planned != wiring.plan.batches:
-        text = f"the plan made beforehand has {wiring.plan.batches} batches, the run had {planner.batches_planned}"
+    given = planner.batches_planned + planner.batches_skipped
+    if wiring.plan.batches and given != wiring.plan.batches:
+        text = f"the plan made beforehand has {wiring.plan.batches} batches, the run had {given}"
         raise _unbalanced(names.interleaver or names.bucketer, f"{text}; planning must be a pure function")
     works = [worker.work for worker in wiring.workers]
     drafters = [work for work in works if isinstance(work, DraftWork)]

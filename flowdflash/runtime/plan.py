@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flowdflash.errors import PipelineInvalid, Problem, StageFailed
 from flowdflash.graph import Graph, Node
+from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.planner import Plan, PlanNames, Planner, plan_epochs
 from flowdflash.stage import Bucketer, Interleaver, OpenContext, Report, SilentReport, Source, Stage
 
@@ -50,9 +51,9 @@ class PlanStages:
         chain: list[tuple[str, Stage]] = [(self.names.source, self.source), (self.names.bucketer, self.bucketer)]
         return (*chain, (self.names.interleaver, self.interleaver)) if self.interleaver else tuple(chain)
 
-    def planner(self, seed: int, window: int) -> Planner:
+    def planner(self, seed: int, window: int, skip: Ledger = NOTHING) -> Planner:
         """A planner over these stages."""
-        return Planner(self.source, self.bucketer, self.interleaver, self.names, seed=seed, window=window)
+        return Planner(self.source, self.bucketer, self.interleaver, self.names, seed=seed, window=window, skip=skip)
 
 
 def build(node: Node) -> Stage:

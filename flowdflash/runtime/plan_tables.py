@@ -68,10 +68,17 @@ class Plan:
     Attributes:
         epochs: the epochs.
         window: micro-batches per optimizer step.
+        sha256: of the ids and lengths of all samples, batch by batch: equal plans train on the same.
     """
 
     epochs: tuple[EpochPlan, ...]
     window: int
+    sha256: str = ""
+
+    @property
+    def batches(self) -> int:
+        """Batches over all epochs."""
+        return sum(len(epoch) for epoch in self.epochs)
 
     @property
     def dropped(self) -> dict[str, int]:

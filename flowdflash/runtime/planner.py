@@ -6,6 +6,7 @@ checked here, and a breach is blamed on the stage that committed it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from flowdflash.errors import DataInvalid, StageFailed
 from flowdflash.items import BatchInfo, BatchTable, IntArray, SampleTable, batch_info
 from flowdflash.runtime.contracts import check_coverage, check_order, check_table
+from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.plan_tables import BucketRow, EpochPlan, Plan
 from flowdflash.stage import Bucketer, History, Interleaver, PlanSummary, Source, Vocabulary
 
@@ -69,6 +71,7 @@ class Planner:
         samples_planned: of these, samples that went into batches.
         dropped: samples that no batch holds, by reason.
         batches_planned: batches given so far.
+        batches_skipped: batches left out, because a run that this one continues has trained on them.
         finished: the plan has been given to its end.
     """
 
@@ -81,10 +84,11 @@ class Planner:
         *,
         seed: int,
         window: int = 1,
+        skip: Ledger = NOTHING,
     ) -> None:
         self._source, self._bucketer, self._interleaver = source, bucketer, interleaver
-        self._names, self._seed, self._window = names, seed, max(window, 1)
-        self.samples_taken = self.samples_planned = self.batches_planned = 0
+        self._names, self._seed, self._window, self._skip = names, seed, max(window, 1), skip
+        self.samples_taken = self.samples_planned = self.batches_planned = self.batches_skipped = 0
         self.dropped: dict[str, int] = {}
         self.finished = False
 
@@ -124,24 +128,30 @@ class Planner:
         self.finished = True
 
     def batches(self) -> Iterator[BatchInfo]:
-        """Headers of the batches in planned order. Holds one back, to know which is the last of its epoch."""
+        """Headers of the batches in planned order, without those to skip; numbers are the same with and without.
+
+        Holds one back, to know which is the last of its epoch.
+        """
         held: tuple[BatchTable, int, int, int] | None = None
         seq = index = 0
         for block in self.blocks():
             for row in block.order.tolist():
                 if held is not None:
-                    yield self._header(held, last=False)
+                    yield from self._header(held, last=False)
                 held = (block.batches, row, seq, index)
                 seq, index = seq + 1, index + 1
             if block.last:
                 if held is not None:
-                    yield self._header(held, last=True)
+                    yield from self._header(held, last=True)
                 held, index = None, 0
 
-    def _header(self, held: tuple[BatchTable, int, int, int], *, last: bool) -> BatchInfo:
+    def _header(self, held: tuple[BatchTable, int, int, int], *, last: bool) -> Iterator[BatchInfo]:
         table, row, seq, index = held
+        if seq in self._skip:
+            self.batches_skipped += 1
+            return
         self.batches_planned += 1
-        return batch_info(table, row, seq=seq, index=index, last_of_epoch=last)
+        yield batch_info(table, row, seq=seq, index=index, last_of_epoch=last)
 
     def _tables(self) -> Iterator[SampleTable]:
         """The source's tables, checked. A source that ends within an epoch ends that epoch."""
@@ -213,12 +223,25 @@ def plan_epochs(planner: Planner) -> Plan:
     """
     epochs: list[EpochPlan] = []
     blocks: list[PlanBlock] = []
+    digest = hashlib.sha256()
     for block in planner.blocks():
         blocks.append(block)
+        for column in _identity(block):
+            digest.update(column.astype("<i8").tobytes())
         if block.last:
             epochs.append(_epoch(blocks))
             blocks = []
-    return Plan(tuple(epochs), planner.window)
+    return Plan(tuple(epochs), planner.window, digest.hexdigest())
+
+
+def _identity(block: PlanBlock) -> Iterator[IntArray]:
+    """Which samples are in which batch, in planned order, and how long they are."""
+    table = block.batches
+    rows = [table.positions(batch) for batch in block.order.tolist()]
+    where = np.concatenate([np.zeros(0, np.int64), *rows])
+    samples = table.samples
+    yield table.sizes[block.order]
+    yield from (samples.ids[where], samples.lengths[where], samples.supervised[where])
 
 
 def summarise(plan: Plan, window: int = 0, vocabulary: Vocabulary | None = None) -> PlanSummary:

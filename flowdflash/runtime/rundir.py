@@ -34,10 +34,12 @@ class RunDir:
     Attributes:
         path: where it is.
         name: name of the pipeline.
+        known_names: names that the folder has or had; its checkpoints say one of them.
     """
 
     def __init__(self, path: Path, name: str, lock: filelock.BaseFileLock) -> None:
         self.path, self.name, self._lock = path, name, lock
+        self.known_names = {path.name}
 
     @classmethod
     def create(cls, base: Path | None, name: str) -> RunDir:
@@ -50,17 +52,76 @@ class RunDir:
             path = base if base is not None else _fresh(Path("runs"), name)
             path.mkdir(parents=True, exist_ok=True)
             path = path.resolve()
-            lock = filelock.FileLock(path / LOCK_NAME)
-            lock.acquire(timeout=0)
-        except filelock.Timeout as error:
-            raise RunDirUnusable(f"run folder {base}: another run is using it") from error
         except OSError as error:
             raise RunDirUnusable(f"run folder {base or Path('runs').resolve()}: {error.strerror or error}") from error
+        lock = _locked(path)
         found = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_NAME)
         if found:
-            lock.release()
+            cls(path, name, lock).close()
             raise RunDirUnusable(f"run folder {path}: not empty, it has {found[0]!r} in it; name a new folder")
         return cls(path, name, lock)
+
+    @classmethod
+    def open_existing(cls, path: Path) -> RunDir:
+        """Lock the folder of a run that is to go on.
+
+        Raises:
+            RunDirUnusable: it is in use, or is not the folder of a run.
+        """
+        path = path.resolve()
+        for name in ("pipeline.yaml", "run.json"):
+            if not (path / name).is_file():
+                raise RunDirUnusable(
+                    f"run folder {path}: there is no {name}, so no run can go on there; start a new one"
+                )
+        lock = _locked(path)
+        try:
+            run = cls(path, "", lock)
+            record = run.provenance()
+            run.name = str(record["name"])
+            run.known_names.add(str(record.get("run", path.name)))
+            text = (path / "pipeline.yaml").read_bytes()
+            if hashlib.sha256(text).hexdigest() != record["pipeline_sha256"]:
+                raise RunDirUnusable(
+                    f"run folder {path}: pipeline.yaml has been changed since the run began; put it back, or start a "
+                    "new run"
+                )
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def provenance(self) -> dict[str, Any]:
+        """What ``write_provenance`` kept.
+
+        Raises:
+            RunDirUnusable: it cannot be read.
+        """
+        try:
+            record = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return {**record, "name": record["name"], "pipeline_sha256": record["pipeline_sha256"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirUnusable(f"run folder {self.path}: run.json cannot be read: {error!r}") from error
+
+    def note_resume(self, step: int, *, command: Sequence[str] = ()) -> list[str]:
+        """Add to ``run.json`` that the run goes on; which versions of packages are not those that it began with."""
+        record = self.provenance()
+        now = {package: _version(package) for package in PACKAGES}
+        entry = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": step,
+            "command": list(command or sys.argv),
+            "versions": now,
+        }
+        record["resumed"] = [*record.get("resumed", []), entry]
+        write_atomically(self.path / "run.json", _json(record))
+        (self.path / "outcome.json").unlink(missing_ok=True)
+        before = record.get("versions", {})
+        return [
+            f"{package} {before[package]}, now {now[package]}"
+            for package in now
+            if before.get(package, now[package]) != now[package]
+        ]
 
     def write_pipeline(self, text: str) -> None:
         """Keep the resolved pipeline as ``pipeline.yaml``."""
@@ -79,6 +140,7 @@ class RunDir:
         """
         record = {
             "name": self.name,
+            "run": self.path.name,
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": list(command or sys.argv),
             "folder": str(Path.cwd()),
@@ -121,6 +183,17 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def _locked(path: Path) -> filelock.BaseFileLock:
+    lock = filelock.FileLock(path / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise RunDirUnusable(f"run folder {path}: another run is using it") from error
+    except OSError as error:
+        raise RunDirUnusable(f"run folder {path}: {error.strerror or error}") from error
+    return lock
 
 
 def _fresh(parent: Path, name: str) -> Path:

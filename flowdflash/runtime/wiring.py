@@ -14,10 +14,13 @@ from flowdflash.items import BatchInfo, Checkpoint, StepRecord
 from flowdflash.runtime.channel import Channel, OrderedChannel
 from flowdflash.runtime.collate import collate
 from flowdflash.runtime.dispatch import Dispatch
+from flowdflash.runtime.ledger import NOTHING
 from flowdflash.runtime.observers import Observers, Tally
 from flowdflash.runtime.outlets import Outlet
 from flowdflash.runtime.plan import PlanStages, build, plan_window, window_of
+from flowdflash.runtime.resume import Resume
 from flowdflash.runtime.stop import StopRequest
+from flowdflash.runtime.turns import Turns
 from flowdflash.runtime.worker import Worker
 from flowdflash.runtime.works import DispatchWork, DraftWork, ForwardWork, PlanWork, SinkWork
 from flowdflash.stage import Dispatcher, Drafter, Generator, PlanSummary, Report, Sink, Stage, TargetForward
@@ -46,21 +49,25 @@ class Wiring:
         stop: StopRequest,
         report: Report,
         observers: Observers,
+        resume: Resume | None = None,
     ) -> None:
         if ordering not in ("plan", "arrival"):
             raise PipelineInvalid([Problem(f"ordering must be plan or arrival, got {ordering!r}", path="ordering")])
         _check_shape(graph)
+        self.resume, self._ledger = resume, resume.ledger if resume else NOTHING
         self.graph, self.replies, self.stop, self.report, self.observers = graph, replies, stop, report, observers
         self.plan = PlanSummary(0, 0, 0)
         self.failures: list[StageFailed] = []
         self.tally = Tally()
+        self.tally.steps = resume.step if resume else 0
         self._lock = threading.Lock()
         self._retired: set[str] = set()
         self._ordered = ordering == "plan"
         self.plan_stages = PlanStages.build(graph)
-        self.planner = self.plan_stages.planner(seed, plan_window(graph))
+        self.planner = self.plan_stages.planner(seed, plan_window(graph), self._ledger)
         self._built: dict[str, list[Stage]] = {}
         self.channels: dict[str, list[Channel[Any]]] = {}
+        self._turns = Turns()
         self._inboxes: dict[str, list[Channel[Any]]] = {}
         self._dispatches: dict[str, Dispatch] = {}
         self._data_nodes = [node for node in graph.nodes.values() if node.kind not in PLANNING]
@@ -93,6 +100,7 @@ class Wiring:
                 channel.abort(error)
         for dispatch in self._dispatches.values():
             dispatch.abort(error)
+        self._turns.abort(error)
 
     def retire(self, name: str) -> None:
         """A stage reads no more; neither does any stage whose readers have all retired."""
@@ -198,7 +206,9 @@ class Wiring:
         if isinstance(stage, TargetForward | Generator):
             counted = None if self.graph.of_kind("drafter") else self._count_batch
             settled = self._dispatches[node.inputs[0].source].settle
-            return ForwardWork(name, replica, stage, inbox, self._outlets(name), settled, counted)
+            return ForwardWork(
+                name, replica, stage, inbox, self._outlets(name), settled, counted, self._ledger.place, self._turns
+            )
         if isinstance(stage, Drafter):
             return DraftWork(
                 name,
@@ -208,9 +218,11 @@ class Wiring:
                 stopping=lambda: self.stop.requested,
                 retire=lambda: self.retire(name),
                 recorded=lambda record: self._count_step(name, record),
+                turns=self._turns,
+                resume=self.resume,
             )
         assert isinstance(stage, Sink)
-        return SinkWork(name, stage, inbox, self._saved)
+        return SinkWork(name, stage, inbox, self._saved, self._turns)
 
     def _saved(self, checkpoint: Checkpoint) -> None:
         self.observers.tell("flowdflash_checkpoint_saved", checkpoint=checkpoint)

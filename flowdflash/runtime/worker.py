@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -61,6 +62,11 @@ class Work:
     def leave(self) -> None:
         """Tell the readers that nothing more comes."""
 
+    def turn(self, waited: Callable[[], None]) -> AbstractContextManager[None]:
+        """Held while the stage computes; ``waited`` is called when it is held."""
+        waited()
+        return nullcontext()
+
     def about(self, item: Any) -> BatchInfo | None:
         """The batch that an item belongs to."""
         return getattr(item, "info", None)
@@ -101,11 +107,21 @@ def _turn(work: Work) -> bool:
 def _emit(work: Work, outputs: Callable[[], Iterable[Any]]) -> bool:
     """Make outputs and pass each on; time the two apart, since outputs may come from a generator."""
     meter, clock = work.meter, time.monotonic
-    begin = clock()
-    iterator = iter(outputs())
+    iterator: Iterator[Any] | None = None
     wanted = True
+    begin = clock()
+
+    def waited() -> None:
+        nonlocal begin
+        now = clock()
+        meter.wait_in_secs += now - begin
+        begin = now
+
     while True:
-        output = next(iterator, END)
+        with work.turn(waited):
+            if iterator is None:
+                iterator = iter(outputs())
+            output = next(iterator, END)
         made = clock()
         meter.busy_secs += made - begin
         if output is END:

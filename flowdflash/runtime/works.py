@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,8 +16,13 @@ from flowdflash.runtime.channel import END, Channel
 from flowdflash.runtime.dispatch import Dispatch, Routed
 from flowdflash.runtime.outlets import Outlet, put_to
 from flowdflash.runtime.planner import Planner
+from flowdflash.runtime.resume import Resume, take_up
+from flowdflash.runtime.turns import Turns
 from flowdflash.runtime.worker import Work
-from flowdflash.stage import Drafter, Generator, Sink, TargetForward
+from flowdflash.stage import Drafter, Generator, Sink, Stage, TargetForward
+
+MOST_RECORDS = 256
+"""Most records that a checkpoint holds."""
 
 
 class PlanWork(Work):
@@ -91,7 +97,19 @@ class DispatchWork(Work):
             channel.finish()
 
 
-class ForwardWork(Work):
+class ComputeWork(Work):
+    """Work of a stage that may compute on the CPU; then it takes turns with others that do."""
+
+    def __init__(self, name: str, replica: int, stage: Stage, turns: Turns) -> None:
+        super().__init__(name, replica)
+        self._stage, self._turns = stage, turns
+
+    def turn(self, waited: Callable[[], None]) -> AbstractContextManager[None]:
+        """The turn of all stages on the CPU, where this is one."""
+        return self._turns.turn(waited) if self._stage.on_cpu else super().turn(waited)
+
+
+class ForwardWork(ComputeWork):
     """Runs the target over a batch, or lets it answer one; gradients are off."""
 
     def __init__(
@@ -103,9 +121,12 @@ class ForwardWork(Work):
         outlets: Sequence[Outlet],
         settled: Callable[[int, BatchInfo], None],
         counted: Callable[[BatchInfo], None] | None,
+        place: Callable[[int], int],
+        turns: Turns,
     ) -> None:
-        super().__init__(name, replica)
+        super().__init__(name, replica, stage, turns)
         self._inbox, self._outlets, self._settled, self._counted = inbox, outlets, settled, counted
+        self._place = place
         self._type = stage.type
         self._call: Callable[[TokenBatch], Any] = stage.forward if isinstance(stage, TargetForward) else stage.generate
         self._expected = FeatureBatch if isinstance(stage, TargetForward) else GeneratedBatch
@@ -134,8 +155,8 @@ class ForwardWork(Work):
         return (replace(made, tokens=replace(made.tokens, info=info)),)
 
     def put(self, output: FeatureBatch | GeneratedBatch) -> bool:
-        """Hand it on; its place is its number in the plan."""
-        return put_to(self._outlets, output, output.info.seq)
+        """Hand it on; its place is its number in what is left of the plan."""
+        return put_to(self._outlets, output, self._place(output.info.seq))
 
     def settle(self, item: TokenBatch, wanted: bool) -> None:
         """Count it, and let the dispatcher send the next."""
@@ -150,7 +171,7 @@ class ForwardWork(Work):
             outlet.finish()
 
 
-class DraftWork(Work):
+class DraftWork(ComputeWork):
     """Trains, and hands records and checkpoints to the sinks."""
 
     def __init__(
@@ -163,17 +184,25 @@ class DraftWork(Work):
         stopping: Callable[[], bool],
         retire: Callable[[], None],
         recorded: Callable[[StepRecord], None],
+        turns: Turns,
+        resume: Resume | None = None,
     ) -> None:
-        super().__init__(name)
-        self._drafter, self._inbox, self._outlets = stage, inbox, outlets
+        super().__init__(name, 0, stage, turns)
+        self._drafter, self._inbox, self._outlets, self._resume = stage, inbox, outlets, resume
         self._stopping, self._retire, self._recorded = stopping, retire, recorded
         self._at_boundary = True
         self._in_records = 0
+        # As many as a sink of records may be behind when a checkpoint is taken: waiting, in work, and just made.
+        behind = max((o.channel.capacity for o in outlets if issubclass(StepRecord, o.payload)), default=0)
+        self._recent: deque[StepRecord] = deque(maxlen=min(behind + 2, MOST_RECORDS))
         self.interrupted = self.cut_short = False
 
     def begin(self) -> Iterable[Any]:
-        """What there is before the first batch."""
-        return self._outputs(self._drafter.begin(), "begin")
+        """What there is before the first batch; in a run that is resumed, the checkpoint to go on from."""
+        if self._resume is None or self._resume.newest is None:
+            return self._outputs(self._drafter.begin(), "begin")
+        self._recent.extend(take_up(self._drafter, self._resume, self._outlets))
+        return ()
 
     def over(self) -> bool:
         """The drafter wants no more, or it was asked to stop and no window is open."""
@@ -190,9 +219,12 @@ class DraftWork(Work):
 
     def put(self, output: StepRecord | Checkpoint) -> bool:
         """Hand it to the sinks that read it; tell the observers of a step."""
+        if isinstance(output, Checkpoint):
+            output = replace(output, records=tuple(self._recent))
         wanted = put_to(self._outlets, output)
         if isinstance(output, StepRecord):
             self._at_boundary = True
+            self._recent.append(output)
             self._in_records += output.batches
             self._recorded(output)
         return wanted
@@ -226,11 +258,13 @@ class DraftWork(Work):
             yield output
 
 
-class SinkWork(Work):
+class SinkWork(ComputeWork):
     """Writes."""
 
-    def __init__(self, name: str, stage: Sink, inbox: Channel[Any], saved: Callable[[Checkpoint], None]) -> None:
-        super().__init__(name)
+    def __init__(
+        self, name: str, stage: Sink, inbox: Channel[Any], saved: Callable[[Checkpoint], None], turns: Turns
+    ) -> None:
+        super().__init__(name, 0, stage, turns)
         self._sink, self._inbox, self._saved = stage, inbox, saved
 
     def get(self) -> Any:

@@ -12,13 +12,16 @@ def flowdflash_register(registry: Registry) -> None:
     from flowdflash.stages.acceptance import AcceptanceSink
     from flowdflash.stages.chat_jsonl import ChatJsonl
     from flowdflash.stages.dflash_drafter import DFlashDrafter
+    from flowdflash.stages.equal_token import EqualTokenBucketer
     from flowdflash.stages.jsonl import Jsonl
     from flowdflash.stages.least_outstanding import LeastOutstanding
     from flowdflash.stages.length import LengthBucketer
+    from flowdflash.stages.optimal import OptimalBucketer
     from flowdflash.stages.pull import Pull
     from flowdflash.stages.responses import Responses
     from flowdflash.stages.round_robin import RoundRobin
     from flowdflash.stages.shuffle import Shuffle
+    from flowdflash.stages.sorted_budget import SortedBudgetBucketer
     from flowdflash.stages.synthetic_lengths import SyntheticLengths
     from flowdflash.stages.toy_target import ToyTarget
     from flowdflash.stages.transformers_generator import TransformersGenerator
@@ -28,6 +31,9 @@ def flowdflash_register(registry: Registry) -> None:
         ChatJsonl,
         SyntheticLengths,
         LengthBucketer,
+        EqualTokenBucketer,
+        OptimalBucketer,
+        SortedBudgetBucketer,
         Shuffle,
         Pull,
         LeastOutstanding,

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Checkpoint
+from flowdflash.journal import cut_back, entries
 from flowdflash.stage import Check, ModelRef, OpenContext, PipelinePath, Sink, StageConfig
 from flowdflash.training.acceptance import Acceptance, AcceptanceMeter
 
@@ -21,6 +22,9 @@ class AcceptanceSink(Sink):
     type = "acceptance"
     reads = (Checkpoint,)
     saves = False
+    safe_to_change = frozenset(
+        {"num_prompts", "max_new_tokens", "batch_size", "at_start", "at_end", "every_steps", "device"}
+    )
 
     class Config(StageConfig):
         """Options of the sink ``acceptance``."""
@@ -38,13 +42,17 @@ class AcceptanceSink(Sink):
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "float32", description="Of target and draft while decoding; only float32 is exactly lossless."
         )
+        draft_dtype: Literal["bfloat16", "float32"] = Field(
+            "bfloat16",
+            description="Format that the draft's weights are rounded to before they are measured: that of the export.",
+        )
         device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The prompts are there and the target is known."""
         if self.config.prompts is not None and not self.config.prompts.is_file():
             check.refuse("prompts", f"there is no file {self.config.prompts}")
-        if self.config.model is None and "model" not in check.facts:
+        if self.config.model is None and "model" not in check.facts and check.complete:
             check.refuse("model", "no stage upstream says which target the draft is for", "name it here")
         if not (self.config.at_start or self.config.at_end or self.config.every_steps):
             check.refuse("", "nothing is ever measured: at_start and at_end are off and every_steps is 0")
@@ -52,11 +60,18 @@ class AcceptanceSink(Sink):
 
     def open(self, ctx: OpenContext) -> None:
         """Read the prompts; the target is loaded when the first checkpoint comes."""
+        from flowdflash.target.load import choose_device
+
         self.ctx = ctx
+        self.device = choose_device(self.config.device)
         self.ref = self.config.model or ctx.facts["model"]
         self.path = ctx.run_dir / "evaluations.jsonl"
         self.meter: AcceptanceMeter | None = None
         self.results: list[Acceptance] = []
+        self.earlier: list[dict[str, Any]] = []  # of the run that this one goes on with
+        if ctx.resumed_at_step is not None:
+            cut_back(self.path, ctx.resumed_at_step)
+            self.earlier = [e for e in entries(self.path) if e.pop("stage", "") == ctx.stage]
         self.prompts, self.stop_ids = self._read_prompts()
 
     def _read_prompts(self) -> tuple[list[list[int]], set[int]]:
@@ -76,7 +91,8 @@ class AcceptanceSink(Sink):
         )
         if len(prompts) < cfg.num_prompts:
             raise DataInvalid(f"{cfg.prompts}: {len(prompts)} usable prompts, num_prompts asks for {cfg.num_prompts}")
-        return [list(p.input_ids) for p in prompts], {int(tokenizer.eos_token_id)}
+        end = tokenizer.eos_token_id
+        return [p.input_ids.tolist() for p in prompts], set() if end is None else {int(end)}
 
     def _loaded(self) -> AcceptanceMeter:
         if self.meter is None:
@@ -101,31 +117,45 @@ class AcceptanceSink(Sink):
 
     def wants(self, step: int, reason: str) -> bool:
         """True for the steps that the options name. An interrupted run is not kept waiting."""
-        if reason in ("start", "final"):
-            return bool(self.config.at_start if reason == "start" else self.config.at_end)
-        return reason == "every" and self.config.every_steps > 0 and step % self.config.every_steps == 0
+        if any(e["step"] == step for e in self.earlier):
+            return False
+        if reason == "start":
+            return bool(self.config.at_start)
+        # The last step is only ever asked about as such, even where its turn has come anyway.
+        turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
+        return turn if reason == "every" else reason == "final" and (turn or bool(self.config.at_end))
 
     def measure(self, item: Checkpoint) -> Acceptance:
-        """Acceptance of one checkpoint's draft."""
+        """Acceptance of one checkpoint's draft, as exported: with weights rounded to ``draft_dtype``."""
+        import torch
+
         from flowdflash.dflash.export import config_from_zlab
         from flowdflash.dflash.model import DFlashDraft
 
         meter = self._loaded()
         draft = DFlashDraft(config_from_zlab(item.draft_config), seed=None)
-        draft.load_state_dict(dict(item.draft_tensors), strict=True, assign=True)
+        stored = getattr(torch, self.config.draft_dtype)
+        draft.load_state_dict({n: t.to(stored) for n, t in item.draft_tensors.items()}, strict=True, assign=True)
         weight = meter.target.get_input_embeddings().weight
         return meter.measure(draft.to(weight.device, weight.dtype).eval(), item.step)
 
     def write(self, item: Checkpoint) -> None:
-        """Measure one checkpoint, and append the result to ``evaluations.jsonl``."""
+        """Measure one checkpoint, and append the result to ``evaluations.jsonl``; each step once."""
+        if any(result.step == item.step for result in self.results):
+            return
         result = self.measure(item)
         self.results.append(result)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result.as_dict()) + "\n")
+            file.write(json.dumps({"stage": self.ctx.stage, **result.as_dict()}, allow_nan=False) + "\n")
         self.ctx.report.info(
             f"step {item.step}: acceptance length {result.tau:.3f} on {result.prompts} prompts, "
             f"{result.identical} identical to plain greedy decoding"
         )
+
+    @property
+    def on_cpu(self) -> bool:
+        """It computes on the CPU."""
+        return self.device.type == "cpu"
 
     def close(self) -> None:
         """Let the target go."""
@@ -133,7 +163,7 @@ class AcceptanceSink(Sink):
 
     def summary(self) -> Mapping[str, Any]:
         """Every evaluation, in order."""
-        return {"evaluations": [result.as_dict() for result in self.results]}
+        return {"evaluations": [*self.earlier, *(result.as_dict() for result in self.results)]}
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:

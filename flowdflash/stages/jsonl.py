@@ -12,6 +12,7 @@ from pydantic import Field
 
 from flowdflash.errors import FlowdflashError
 from flowdflash.items import StepRecord
+from flowdflash.journal import cut_back
 from flowdflash.stage import Check, OpenContext, Sink, StageConfig
 
 
@@ -37,6 +38,7 @@ class Jsonl(Sink):
         self._file: IO[str] | None = None
         self._path = Path()
         self._records = 0
+        self._last_step: int | None = None
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """A relative path must stay inside the run folder."""
@@ -46,9 +48,13 @@ class Jsonl(Sink):
         return {}
 
     def open(self, ctx: OpenContext) -> None:
-        """Make the file; two sinks, or two runs, never share one."""
+        """Make the file; two sinks, or two runs, never share one. A run that is resumed goes on with its own."""
         self._path = ctx.run_dir / self.config.path
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if ctx.resumed_at_step is not None:
+            self._last_step = cut_back(self._path, ctx.resumed_at_step)
+            self._file = self._path.open("a", encoding="utf-8")
+            return
         try:
             self._file = self._path.open("x", encoding="utf-8")
         except FileExistsError as error:
@@ -61,6 +67,11 @@ class Jsonl(Sink):
         self._file.write(as_line(item) + "\n")
         self._file.flush()
         self._records += 1
+
+    @property
+    def last_step(self) -> int | None:
+        """Of the last record that a run which was killed has left."""
+        return self._last_step
 
     def close(self) -> None:
         """Close the file."""

@@ -18,6 +18,7 @@ class LeastOutstanding(Dispatcher):
     """
 
     type: ClassVar[str] = "least_outstanding"
+    safe_to_change: ClassVar[frozenset[str]] = frozenset({"workers"})
 
     class Config(StageConfig):
         """Options of ``least_outstanding``."""

@@ -19,6 +19,7 @@ class Pull(Dispatcher):
     """
 
     type: ClassVar[str] = "pull"
+    safe_to_change: ClassVar[frozenset[str]] = frozenset({"workers"})
 
     class Config(StageConfig):
         """Options of ``pull``."""

@@ -18,6 +18,7 @@ class RoundRobin(Dispatcher):
     """
 
     type: ClassVar[str] = "round_robin"
+    safe_to_change: ClassVar[frozenset[str]] = frozenset({"workers"})
 
     class Config(StageConfig):
         """Options of ``round_robin``."""

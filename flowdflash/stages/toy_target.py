@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from flowdflash.dflash.config import resolve_layers
+from flowdflash.errors import ModelInvalid
 from flowdflash.items import FeatureBatch, TokenBatch
 from flowdflash.stage import Check, OpenContext, StageConfig, TargetForward
 from flowdflash.target.catalogue import facts_of, same_model
-from flowdflash.target.layers import resolve_layers
+from flowdflash.target.devices import ReplicaDevices, devices_problem
 from flowdflash.target.toy import ToyModel
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ class ToyTarget(TargetForward):
     """A random Llama or Qwen3 decoder built from a seed; downstream knows it as the model ``toy:{...}``."""
 
     type = "toy"
+    safe_to_change = frozenset({"replicas"})
 
     class Config(StageConfig):
         """Shape and seed of the toy, and its taps."""
@@ -36,7 +39,7 @@ class ToyTarget(TargetForward):
         max_position_embeddings: int = Field(4096, ge=1, description="Longest sequence, in tokens.")
         tied: bool = Field(False, description="The output head is the embedding.")
         model_seed: int = Field(0, ge=0, description="Seed of the weights.")
-        mask_token_id: Literal["auto"] | int = Field(
+        mask_token_id: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
             "auto", description="Mask token; auto is 260, or the last row of a small vocabulary."
         )
         layers: Literal["auto"] | tuple[int, ...] = Field(
@@ -44,7 +47,7 @@ class ToyTarget(TargetForward):
         )
         num_features: int = Field(2, ge=1, description="Number of tapped layers where layers is auto.")
         dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of weights and features.")
-        device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where it runs.")
+        device: ReplicaDevices = "cpu"
         replicas: int = Field(1, ge=1, le=64, description="Copies that work at once.")
 
     def __init__(self, config: Any) -> None:
@@ -80,10 +83,16 @@ class ToyTarget(TargetForward):
         known = toy.facts()
         facts = {k: known[k] for k in ("hidden_size", "num_layers", "vocab_size", "mask_token_id")}
         facts |= {"model": toy.ref, "dtype": config.dtype, "replicas": config.replicas}
+        message, hint = devices_problem(config.device, config.replicas)
+        if message:
+            check.refuse("device", message, hint)
+        if config.layers != "auto" and "num_features" in config.model_fields_set:
+            check.refuse("num_features", "layers says already which layers are tapped", "remove it")
         try:
             facts["layers"] = resolve_layers(config.layers, config.num_features, config.num_layers)
-        except ValueError as error:
+        except ModelInvalid as error:
             check.refuse("num_features" if config.layers == "auto" else "layers", str(error))
+        facts["num_features"] = len(facts.get("layers", ())) or config.num_features
         tokenizer = check.facts.get("tokenizer", toy.ref)
         rows = (facts_of(tokenizer) or {}).get("vocab_size", 0)
         if not same_model(tokenizer, toy.ref) and rows > toy.vocab_size:
@@ -121,6 +130,11 @@ class ToyTarget(TargetForward):
         self._probe_due = False
         self._computed += len(batch.lengths)
         return FeatureBatch(batch, self._target.features(batch), self._target.layers, probe)
+
+    @property
+    def on_cpu(self) -> bool:
+        """It computes on the CPU."""
+        return self._target is not None and self._target.device.type == "cpu"
 
     def close(self) -> None:
         """Let go of the model."""

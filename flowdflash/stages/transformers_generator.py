@@ -12,6 +12,7 @@ from pydantic import Field
 from flowdflash.items import GeneratedBatch, TokenBatch
 from flowdflash.stage import Check, Generator, ModelRef, OpenContext, StageConfig
 from flowdflash.target.catalogue import facts_of, ref_problem, same_model
+from flowdflash.target.devices import ReplicaDevices, devices_problem
 
 if TYPE_CHECKING:
     from flowdflash.target.load import LoadedTarget
@@ -40,11 +41,7 @@ class TransformersGenerator(Generator):
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "auto", description="Precision of the weights; auto is bfloat16 where the device computes it fast."
         )
-        device: str = Field(
-            "auto",
-            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-            description="auto, cpu, cuda or cuda:N; auto and cuda give each replica a GPU.",
-        )
+        device: ReplicaDevices = "auto"
         replicas: int = Field(1, ge=1, le=64, description="Copies that answer at once, one per GPU.")
 
     def __init__(self, config: Any) -> None:
@@ -78,14 +75,15 @@ class TransformersGenerator(Generator):
         if config.temperature == 0:
             for option in sorted({"top_p", "top_k", "seed"} & config.model_fields_set):
                 check.refuse(option, f"{option} has no effect at temperature 0", "raise temperature, or remove it")
-        if config.replicas > 1 and ":" in config.device:
-            check.refuse("device", f"{config.replicas} replicas would share {config.device}", "use cuda or auto")
+        message, hint = devices_problem(config.device, config.replicas)
+        if message:
+            check.refuse("device", message, hint)
         return {"model": config.model, "max_new_tokens": config.max_new_tokens, "replicas": config.replicas}
 
     def open(self, ctx: OpenContext) -> None:
         """Load model and tokenizer."""
         from flowdflash.target.generate import stop_ids
-        from flowdflash.target.load import load_target, load_tokenizer
+        from flowdflash.target.load import load_target, load_tokenizer, replica_device
 
         config = self.config
         self._seed = ctx.seed if config.seed == "pipeline" else config.seed
@@ -93,8 +91,7 @@ class TransformersGenerator(Generator):
             config.model,
             ctx.cache_dir,
             dtype=config.dtype,
-            device=config.device,
-            replica=ctx.replica,
+            device=replica_device(config.device, ctx.replica),
             report=ctx.report,
         )
         self._tokenizer = load_tokenizer(config.model, ctx.cache_dir, ctx.report)
@@ -127,6 +124,11 @@ class TransformersGenerator(Generator):
             tuple(answer.finish_reason for answer in answers),
             batch.rows,
         )
+
+    @property
+    def on_cpu(self) -> bool:
+        """It computes on the CPU."""
+        return self._target is not None and self._target.device.type == "cpu"
 
     def close(self) -> None:
         """Let go of the model."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from flowdflash.dflash.config import layers_problem, resolve_layers
+from flowdflash.errors import ModelInvalid
 from flowdflash.items import FeatureBatch, HeadProbe, TokenBatch
 from flowdflash.stage import Bytes, Check, ModelRef, OpenContext, PipelinePath, StageConfig, TargetForward
 from flowdflash.target.catalogue import facts_of, ref_problem, same_model
-from flowdflash.target.layers import layers_problem, resolve_layers
+from flowdflash.target.devices import ReplicaDevices, devices_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +26,7 @@ class TransformersTarget(TargetForward):
     """Runs a transformers model without its head and keeps the outputs of some decoder layers."""
 
     type = "transformers"
+    safe_to_change = frozenset({"replicas"})
 
     class Config(StageConfig):
         """Options of the target."""
@@ -39,11 +42,7 @@ class TransformersTarget(TargetForward):
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "auto", description="Precision of weights and features; auto is bfloat16 where the device computes it fast."
         )
-        device: str = Field(
-            "auto",
-            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-            description="auto, cpu, cuda or cuda:N; auto and cuda give each replica a GPU.",
-        )
+        device: ReplicaDevices = "auto"
         replicas: int = Field(1, ge=1, le=64, description="Copies of the target that work at once, one per GPU.")
         keep: Literal["none", "disk"] = Field(
             "none", description="disk keeps features after the first pass, so that later epochs and runs read them."
@@ -78,13 +77,13 @@ class TransformersTarget(TargetForward):
         if config.dtype != "auto":
             facts["dtype"] = config.dtype
         layers = self._check_layers(check, known.get("num_layers"))
+        facts["num_features"] = len(layers) or config.num_features
         if layers:
             facts["layers"] = layers
         self._check_upstream(check, known.get("max_position_embeddings"))
-        if config.replicas > 1 and ":" in config.device:
-            check.refuse(
-                "device", f"{config.replicas} replicas would share {config.device}", "use device: cuda or device: auto"
-            )
+        message, hint = devices_problem(config.device, config.replicas)
+        if message:
+            check.refuse("device", message, hint)
         for option in ("keep_dir", "max_bytes"):
             if config.keep == "none" and option in config.model_fields_set:
                 check.refuse(option, f"{option} has no effect where nothing is kept", "add keep: disk, or remove it")
@@ -108,7 +107,7 @@ class TransformersTarget(TargetForward):
             return ()
         try:
             return resolve_layers("auto", config.num_features, num_layers)
-        except ValueError as error:
+        except ModelInvalid as error:
             check.refuse("num_features", str(error), "lower num_features or name the layers")
             return ()
 
@@ -201,6 +200,11 @@ class TransformersTarget(TargetForward):
         if self._cache is not None:
             self._cache.keep_probe(probe)
         return probe
+
+    @property
+    def on_cpu(self) -> bool:
+        """It computes on the CPU."""
+        return self._target is not None and self._target.device.type == "cpu"
 
     def close(self) -> None:
         """Write the features still pending and let go of the model."""

@@ -18,21 +18,28 @@ from torch import nn
 from flowdflash.errors import ModelInvalid
 from flowdflash.stage import Report
 from flowdflash.target.fetch import resolve_model
-from flowdflash.target.mask_token import resolve_mask_token
 from flowdflash.target.quiet import quiet
-from flowdflash.target.weights import EmbeddingAndHead, load_decoder_layers, load_embedding_and_head
+from flowdflash.target.weights import (
+    EmbeddingAndHead,
+    load_decoder_layers,
+    load_embedding_and_head,
+    load_final_norm,
+)
 
 __all__ = [
     "EmbeddingAndHead",
     "LoadedTarget",
     "choose_device",
     "choose_dtype",
+    "find_tokenizer",
     "load_decoder_layers",
     "load_embedding_and_head",
+    "load_final_norm",
     "load_target",
     "load_tokenizer",
-    "resolve_mask_token",
+    "replica_device",
     "resolve_model",
+    "use_device",
 ]
 
 
@@ -64,24 +71,52 @@ class LoadedTarget:
     device: torch.device
 
 
-def choose_device(device: str = "auto", replica: int = 0) -> torch.device:
-    """``auto``: GPU number ``replica`` if there is one, else the CPU. ``cuda``: GPU number ``replica``.
+def choose_device(device: str = "auto") -> torch.device:
+    """``auto``: the first GPU if there is one, else the CPU. ``cuda``: the first GPU.
 
     Raises:
         ModelInvalid: the device is not there.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto" and count == 0:
-        return torch.device("cpu")
+    count = gpu_count()
+    if device == "auto":
+        device = "cuda" if count else "cpu"
     try:
-        chosen = torch.device(f"cuda:{replica}" if device in ("auto", "cuda") else device)
+        chosen = torch.device("cuda:0" if device == "cuda" else device)
     except RuntimeError:
         raise ModelInvalid(f"unknown device {device!r} (auto, cpu, cuda or cuda:N)") from None
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise ModelInvalid(
-            f"device {chosen} is not there: this machine has {count} GPUs (lower replicas, or set device: cpu)"
-        )
+        raise ModelInvalid(f"device {chosen} is not there: this machine has {count} GPUs (set device: cpu, or auto)")
     return chosen
+
+
+def replica_device(device: str, replica: int) -> torch.device:
+    """The device of one of several copies of a target.
+
+    ``auto`` and ``cuda`` give copy i GPU i + 1, and GPU 0, where a drafter trains by default, to the last one that
+    there is a GPU for. A list such as ``cuda:1,cuda:2`` gives copy i its i-th entry.
+
+    Raises:
+        ModelInvalid: the device is not there.
+    """
+    count = gpu_count()
+    if device in ("auto", "cuda") and count:
+        if replica >= count:
+            raise ModelInvalid(f"replica {replica} has no GPU: this machine has {count} GPUs (lower replicas)")
+        return choose_device(f"cuda:{(replica + 1) % count}")
+    named = device.split(",")
+    return choose_device(named[replica if len(named) > 1 else 0])
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def use_device(device: torch.device) -> torch.device:
+    """Make a GPU the current one of the calling thread: kernels and streams that name no device are on it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -102,14 +137,24 @@ def load_tokenizer(ref: str, cache_dir: Path, report: Report | None = None) -> A
     Raises:
         ModelInvalid: the model has none, or it cannot be read.
     """
+    tokenizer = find_tokenizer(ref, cache_dir, report)
+    if tokenizer is None:
+        raise ModelInvalid(f"{ref} has no tokenizer: its folder holds neither tokenizer.json nor tokenizer_config.json")
+    return tokenizer
+
+
+def find_tokenizer(ref: str, cache_dir: Path, report: Report | None = None) -> Any | None:
+    """The tokenizer of a model, None if it comes without one.
+
+    Raises:
+        ModelInvalid: it cannot be read.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(resolve_model(ref, cache_dir, report))
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    ):
-        raise ModelInvalid(f"{ref} has no tokenizer: {folder} holds neither tokenizer.json nor tokenizer_config.json")
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in files):
+        return None
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -121,8 +166,7 @@ def load_target(
     cache_dir: Path,
     *,
     dtype: str = "auto",
-    device: str = "auto",
-    replica: int = 0,
+    device: str | torch.device = "auto",
     report: Report | None = None,
     while_running: bool = False,
 ) -> LoadedTarget:
@@ -132,8 +176,7 @@ def load_target(
         ref: the model.
         cache_dir: the user's cache.
         dtype: ``float32``, ``bfloat16`` or ``auto``.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        replica: which copy this is; ``auto`` and ``cuda`` give each copy a GPU of its own.
+        device: as ``choose_device`` takes it, or chosen already. The calling thread is the one that will use it.
         report: told about a download.
         while_running: other threads create tensors meanwhile: leaves the global default dtype alone, at the price of
             holding the weights in float32 for a moment.
@@ -141,7 +184,7 @@ def load_target(
     Raises:
         ModelInvalid: it cannot be had, cannot be read, or has no stack of decoder layers.
     """
-    where = choose_device(device, replica)
+    where = use_device(choose_device(device) if isinstance(device, str) else device)
     kind = choose_dtype(dtype, where)
     folder = Path(resolve_model(ref, cache_dir, report))
     model = _read_model(ref, folder, torch.float32 if while_running else kind)

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowdflash.dflash.config import resolve_layers
 from flowdflash.errors import ModelInvalid
 from flowdflash.items import HeadProbe, TokenBatch
 from flowdflash.stage import Report
 from flowdflash.target.hidden import batch_features, check_hooks, probe_head
-from flowdflash.target.layers import resolve_layers
-from flowdflash.target.load import LoadedTarget, choose_device, choose_dtype, load_target, resolve_model
+from flowdflash.target.load import LoadedTarget, choose_dtype, load_target, replica_device, resolve_model
 from flowdflash.target.weights import text_config
 
 
@@ -41,16 +41,15 @@ class TappedTarget:
         replica: int,
         report: Report,
     ) -> None:
-        self._ref, self._cache_dir, self._replica, self._report = ref, cache_dir, replica, report
-        self._dtype_name, self._device_name = dtype, device
-        self.device = choose_device(device, replica)
+        self._ref, self._cache_dir, self._report, self._dtype_name = ref, cache_dir, report, dtype
+        self.device = replica_device(device, replica)
         self.dtype = choose_dtype(dtype, self.device)
         self.folder = Path(resolve_model(ref, cache_dir, report))
         config = text_config(self.folder)
         self.hidden_size = int(config.hidden_size)
         try:
             self.layers = resolve_layers(layers, num_features, int(config.num_hidden_layers))
-        except ValueError as error:
+        except ModelInvalid as error:
             raise ModelInvalid(f"{ref}: {error}") from None
         self.tokens, self.secs = 0, 0.0
         self._target: LoadedTarget | None = None
@@ -62,8 +61,7 @@ class TappedTarget:
                 self._ref,
                 self._cache_dir,
                 dtype=self._dtype_name,
-                device=self._device_name,
-                replica=self._replica,
+                device=self.device,
                 report=self._report,
                 while_running=while_running,
             )

@@ -1,4 +1,4 @@
-"""Reads a few tensors of a model folder without loading the model: embedding, output head, single decoder layers.
+"""Reads a few tensors of a model folder without loading the model: embedding, head, final norm, single layers.
 
 A needed tensor that is missing is an error here, never a fresh one: a head that came up random trains without an
 error and never learns (pitfall W1).
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte)\.weight$")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
+FINAL_NORM = re.compile(r"(?:^|\.)(?:norm|ln_f|final_layernorm)\.weight$")
 LAYER = re.compile(r"^(?P<prefix>.*?)\b(?:layers|h)\.(?P<layer>\d+)\.(?P<name>.+)$")
 # A wrapper model may hold a second stack of layers, in a tower that reads pictures or sound.
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp|encoder\.")
@@ -95,6 +96,19 @@ def load_decoder_layers(
             raise ModelInvalid(f"{folder}: more than one tensor could be {inner} of decoder layer {layer}")
         layers[layer][inner] = tensor.float()
     return layers
+
+
+def load_final_norm(ref: str, cache_dir: Path, report: Report | None = None) -> torch.Tensor:
+    """Weight ``[D]`` of the norm between the last decoder layer and the output head, in fp32.
+
+    Raises:
+        ModelInvalid: there is none, or no telling which it is.
+    """
+    folder = Path(resolve_model(ref, cache_dir, report))
+    files = tensor_files(folder)
+    norms = (n for n in files if FINAL_NORM.search(n) and not LAYER.match(n) and not OTHER_TOWERS.search(n))
+    name = _only(folder, "final norm", norms)
+    return _read(folder, {name: files[name]})[name].float()
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

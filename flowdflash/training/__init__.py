@@ -1,1 +1,1 @@
-"""What the drafter and the evaluator are made of: the window's sums, a draft for a given target, acceptance on prompts."""
+"""What drafter and evaluator are made of: the window's sums, a draft for a given target, acceptance on prompts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -44,8 +45,14 @@ class Acceptance:
     plain_secs: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """Plain values, ready for JSON; None where there was nothing to take a mean of."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 class AcceptanceMeter:

@@ -38,6 +38,17 @@ class DraftOptions:
     mask_token_id: int | None = None
 
 
+GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+"""Options of a draft that are ``auto`` or a number."""
+
+
+def draft_options(config: Any) -> DraftOptions:
+    """The draft's own choices among the options of the drafter."""
+    names = (*GEOMETRY, "mask_token_id")
+    own = {name: None if getattr(config, name) == "auto" else int(getattr(config, name)) for name in names}
+    return DraftOptions(block_size=config.block_size, num_hidden_layers=config.num_hidden_layers, **own)
+
+
 def target_facts(ref: str, cache_dir: Path, report: Report) -> Mapping[str, Any]:
     """Facts of a target that can be had at run time, whatever kind of reference it is.
 
@@ -54,7 +65,12 @@ def target_facts(ref: str, cache_dir: Path, report: Report) -> Mapping[str, Any]
 
 
 def draft_config(
-    options: DraftOptions, ref: str, facts: Mapping[str, Any], layers: tuple[int, ...], table: tuple[int, int], mask: int
+    options: DraftOptions,
+    ref: str,
+    facts: Mapping[str, Any],
+    layers: tuple[int, ...],
+    table: tuple[int, int],
+    mask: int,
 ) -> DraftConfig:
     """The config of a draft for the target ``ref``.
 
@@ -100,6 +116,22 @@ def draft_config(
     )
 
 
+def draft_size(config: Any, facts: Mapping[str, Any]) -> dict[str, int]:
+    """``draft_parameters``, where the facts of the stages before tell the target's shape without opening it."""
+    from flowdflash.target.catalogue import facts_of
+
+    known = (facts_of(facts["model"]) if "model" in facts else None) or {}
+    if "layers" not in facts or not {"vocab_size", "hidden_size", "num_layers"} <= known.keys():
+        return {}
+    table = (int(known["vocab_size"]), int(known["hidden_size"]))
+    try:
+        # Which row is the mask makes no difference to the size.
+        draft = draft_config(draft_options(config), facts["model"], known, tuple(facts["layers"]), table, 0)
+    except ModelInvalid:
+        return {}
+    return {"draft_parameters": draft.num_parameters}
+
+
 def _no_theta(ref: str) -> float:
     raise ModelInvalid(f"{ref} does not say its rope_theta: a draft with another one would be served wrongly")
 
@@ -107,24 +139,21 @@ def _no_theta(ref: str) -> float:
 def choose_mask_token(
     explicit: int | None, ref: str, facts: Mapping[str, Any], rows: int, cache_dir: Path, vocabulary: Vocabulary | None
 ) -> int:
-    """The mask token: as the user says, else as known of the target, else by its tokenizer; never one that is in the data.
+    """The mask token: as the user says, else as known of the target, else by its tokenizer; never one in the data.
 
     Raises:
         ModelInvalid: it is not a row of the table, means something else, or occurs in the data.
     """
-    mask = explicit if explicit is not None else facts.get("mask_token_id")
-    special = {facts.get(name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
-    if mask is None:
-        from flowdflash.target.load import load_tokenizer, resolve_mask_token
+    from flowdflash.target.load import find_tokenizer
+    from flowdflash.target.mask_token import resolve_mask_token
 
-        mask = resolve_mask_token(None, load_tokenizer(ref, cache_dir), rows)
-    elif not 0 <= mask < rows:
-        raise ModelInvalid(f"mask token {mask} is not a row of the target's embedding ({rows} rows)")
-    elif mask in special:
-        raise ModelInvalid(f"mask token {mask} is the target's bos, eos or pad token: choose a row without another meaning")
-    if vocabulary is not None and int(mask) in vocabulary.token_ids:
+    # Of a well-known target its facts say all there is to say, without a tokenizer.
+    known = explicit is None and "mask_token_id" in facts
+    tokenizer = None if known else find_tokenizer(ref, cache_dir)
+    mask = resolve_mask_token(explicit, tokenizer, rows, facts=facts)
+    if vocabulary is not None and mask in vocabulary.token_ids:
         raise ModelInvalid(f"mask token {mask} occurs in the training data: choose another row (mask_token_id)")
-    return int(mask)
+    return mask
 
 
 def training_head(head: Head, softmax: str, vocabulary: Vocabulary | None, mask: int) -> Head:
@@ -143,14 +172,19 @@ def training_head(head: Head, softmax: str, vocabulary: Vocabulary | None, mask:
 
 
 def start_from_target(draft: DFlashDraft, ref: str, cache_dir: Path) -> None:
-    """Copy the target's last layers into the draft's layers."""
-    from flowdflash.dflash.model import init_from_layers
-    from flowdflash.target.load import load_decoder_layers
+    """Let the draft begin as a copy of the target's layers that follow the deepest tapped one, and of its final norm.
+
+    Where fewer layers follow than the draft has, it takes the last ones.
+    """
+    from flowdflash.dflash.model import init_from_layers, init_fusion
+    from flowdflash.target.load import load_decoder_layers, load_final_norm
 
     config = draft.config
-    last = range(config.num_target_layers - config.num_hidden_layers, config.num_target_layers)
-    states = load_decoder_layers(ref, cache_dir, last)
-    init_from_layers(draft, [states[i] for i in last])
+    first = min(config.target_layer_ids[-1] + 1, config.num_target_layers - config.num_hidden_layers)
+    copied = range(first, first + config.num_hidden_layers)
+    states = load_decoder_layers(ref, cache_dir, copied)
+    init_from_layers(draft, [states[i] for i in copied], final_norm=load_final_norm(ref, cache_dir))
+    init_fusion(draft, states[first]["input_layernorm.weight"])
 
 
 def check_head(head_weight: torch.Tensor, probe: HeadProbe, target_dtype: torch.dtype) -> None:
@@ -161,12 +195,13 @@ def check_head(head_weight: torch.Tensor, probe: HeadProbe, target_dtype: torch.
     """
     import torch
 
-    logits = probe.hidden.float().cpu() @ head_weight.float().cpu().T
+    logits = (probe.hidden.to(head_weight) @ head_weight.T).float().cpu()
     wanted = probe.logits.float().cpu()
     rounding = 1e-3 if target_dtype is head_weight.dtype is torch.float32 else 2e-2
     allowed = rounding * max(float(wanted.abs().max()), 1.0)
     worst = float((logits - wanted).abs().max()) if logits.shape == wanted.shape else float("inf")
     if not worst <= allowed:
         raise ModelInvalid(
-            f"the output head read for the draft is not the target's: logits differ by {worst:.3g}, allowed is {allowed:.3g}"
+            "the output head read for the draft is not the target's: "
+            f"logits differ by {worst:.3g}, allowed is {allowed:.3g}"
         )

@@ -1,4 +1,4 @@
-"""Checkpoint sink: every checkpoint is an exported draft plus what a resume needs, written atomically in the background.
+"""Checkpoint sink: an exported draft plus what a resume needs, written atomically in the background.
 
 The runtime gives each sink a thread of its own, so nothing here runs on the training thread: the drafter pays for the
 copy and for nothing else. On disk::
@@ -6,9 +6,14 @@ copy and for nothing else. On disk::
     checkpoints/
       step-000300/            renamed into place when complete
         draft/                config.json, model.safetensors: what inference engines read
-        state.pt              optimizer, schedule, counters (loads with weights_only)
+        state.pt              the draft in full precision, optimizer, counters (loads with weights_only)
+        records.jsonl         the last optimizer steps, should a log not have them yet when the process is killed
         checkpoint.json       step, reason, ledger, run, size and sha256 of every file
       latest                  name of the newest complete checkpoint, switched last
+
+``latest`` names a complete checkpoint at every moment, whenever the process is killed. So nothing is replaced in place:
+a step that is written again gets the other of its two names, ``step-000300`` and ``step-000300-2``, and its old folder
+goes when ``latest`` has been switched. A folder that is being written or removed has a name that starts with a dot.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +32,11 @@ from pydantic import Field
 
 from flowdflash.items import Checkpoint
 from flowdflash.plugin import hookimpl
-from flowdflash.stage import OpenContext, Sink, StageConfig
+from flowdflash.stage import Check, OpenContext, Sink, StageConfig
 
 MANIFEST = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-(\d{6,})(?:-\d+)?")
+_LEFTOVERS = (".writing-step-*", ".removing-step-*")
 
 
 class CheckpointSink(Sink):
@@ -38,6 +44,7 @@ class CheckpointSink(Sink):
 
     type = "checkpoint"
     reads = (Checkpoint,)
+    safe_to_change = frozenset({"every_steps", "at_start", "at_end", "keep", "dtype"})
 
     class Config(StageConfig):
         """Options of the sink ``checkpoint``."""
@@ -52,24 +59,38 @@ class CheckpointSink(Sink):
             "bfloat16", pattern="^(bfloat16|float32)$", description="Number format of the exported draft."
         )
 
+    def check(self, check: Check) -> Mapping[str, Any]:
+        """How large a checkpoint will be and how many there will be at once, where the draft's size is known."""
+        parameters, config = check.facts.get("draft_parameters"), self.config
+        if parameters is None:
+            return {}
+        # fp32 weights and two moments of the optimizer for a resume, and the exported draft.
+        each = parameters * (3 * 4 + (2 if config.dtype == "bfloat16" else 4))
+        # The newest is complete before the oldest goes.
+        count = config.keep + 1 if config.every_steps else config.at_start + config.at_end
+        return {"checkpoint_bytes": each, "checkpoints": count}
+
     def open(self, ctx: OpenContext) -> None:
         """Make the folder; leftovers of interrupted writes are removed."""
         self.folder = ctx.run_dir / "checkpoints"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run, self.report = ctx.run_dir.name, ctx.report
         self.facts = ctx.facts
-        self.written: list[str] = []
+        self.newest, self.count = "", 0
         self.write_secs = 0.0
-        for leftover in self.folder.glob(".writing-step-*"):
-            shutil.rmtree(leftover)
+        for leftover in (path for pattern in _LEFTOVERS for path in self.folder.glob(pattern)):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
 
     def wants(self, step: int, reason: str) -> bool:
         """True for the steps that the options name, and whenever the run is interrupted."""
         if reason == "start":
             return bool(self.config.at_start)
+        # The last step is only ever asked about as such, even where its turn has come anyway.
+        turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
         if reason == "every":
-            return self.config.every_steps > 0 and step % self.config.every_steps == 0
-        return reason == "interrupted" or bool(self.config.at_end)
+            return turn
+        return reason == "interrupted" or turn or bool(self.config.at_end)
 
     def write(self, item: Checkpoint) -> None:
         """Write one checkpoint under a temporary name, then rename it; ``latest`` is switched last.
@@ -78,22 +99,29 @@ class CheckpointSink(Sink):
             OSError: the disk is full or the folder cannot be written; what was there before stays valid.
         """
         began = time.monotonic()
-        name = f"step-{item.step:06d}"
-        temporary, final = self.folder / f".writing-{name}", self.folder / name
+        before = self._mine(item.step)
+        name = self._free_name(item.step)
+        temporary = self.folder / f".writing-{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             self._fill(temporary, item)
-            if final.exists():  # the same step again, after an interruption: the new one replaces it
-                shutil.rmtree(final)
-            temporary.rename(final)
+            temporary.rename(self.folder / name)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync(self.folder)
         _replace_text(self.folder / "latest", name + "\n")
-        self.written = [n for n in self.written if n != name] + [name]
-        self._retain()
+        _sync(self.folder)
+        self.newest, self.count = name, self.count + 1
+        self._retain(before)
         self.write_secs += time.monotonic() - began
+
+    def _free_name(self, step: int) -> str:
+        """A name of this step that nothing has yet, whoever put it there."""
+        name, number = f"step-{step:06d}", 1
+        while os.path.lexists(self.folder / (name if number == 1 else f"{name}-{number}")):
+            number += 1
+        return name if number == 1 else f"{name}-{number}"
 
     def _fill(self, folder: Path, item: Checkpoint) -> None:
         import torch
@@ -105,6 +133,8 @@ class CheckpointSink(Sink):
         provenance = item.draft_config.get("flowdflash")
         export_zlab(folder / "draft", config, item.draft_tensors, dtype=self.config.dtype, provenance=provenance)
         torch.save({"tensors": dict(item.draft_tensors), "state": dict(item.state)}, folder / "state.pt")
+        lines = [json.dumps(record.as_dict()) + "\n" for record in item.records]
+        (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         manifest = {
             "step": item.step,
@@ -122,21 +152,31 @@ class CheckpointSink(Sink):
         _sync(folder / "draft")
         _sync(folder)
 
-    def _retain(self) -> None:
-        """Delete this run's oldest checkpoints beyond ``keep``; anything else in the folder is left alone."""
-        mine = []
+    def _mine(self, step: int | None = None) -> list[Path]:
+        """This run's checkpoints, or those of one step, the oldest first; anything else in the folder is not ours."""
+        found = []
         for path in self.folder.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match and _run_of(path) == self.run:
-                mine.append((int(match[1]), path))
-        for _, path in sorted(mine)[: -self.config.keep]:
-            shutil.rmtree(path)
+            if match and step in (None, int(match[1])) and _run_of(path) == self.run:
+                found.append((int(match[1]), path))
+        return [path for _, path in sorted(found)]
+
+    def _retain(self, replaced: Sequence[Path]) -> None:
+        """Delete what was replaced and this run's oldest beyond ``keep``, never the one that ``latest`` names."""
+        kept = [path for path in self._mine() if path not in replaced]
+        for path in (*replaced, *kept[: -self.config.keep]):
+            if path.name == self.newest:
+                continue
+            try:
+                _remove(path)
+            except OSError as error:  # the new checkpoint is safe, and no reason to end the run
+                self.report.warn(f"could not delete the old checkpoint {path}: {error.strerror or error}")
 
     def summary(self) -> Mapping[str, Any]:
         """Checkpoints written, and the time it took on the sink's own thread."""
         return {
-            "checkpoints_written": len(self.written),
-            "newest": self.written[-1:],
+            "checkpoints_written": self.count,
+            "newest": self.newest,
             "write_secs": round(self.write_secs, 3),
         }
 
@@ -144,8 +184,16 @@ class CheckpointSink(Sink):
 def _run_of(folder: Path) -> str | None:
     try:
         return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted does not look like one."""
+    doomed = folder.with_name(f".removing-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ class StratifiedInterleaver(Interleaver):
     class Config(StageConfig):
         """Options of the stratified interleaver."""
 
-        strategy: Literal["auto", "tijdeman", "largest_deficit", "golden_lattice"] = Field(
+        strategy: Literal["auto", "tijdeman", "largest_deficit", "golden_lattice", "herding"] = Field(
             "auto",
             description="rule for the order; auto: tijdeman while buckets are no more than the batches of an optimizer "
             "step, else golden_lattice over the mean length of batches",
@@ -41,11 +42,10 @@ class StratifiedInterleaver(Interleaver):
             labels = np.unique(batches.bucket)
             few = len(labels) <= history.window and labels.max(initial=-1) >= 0
             strategy = "tijdeman" if few else "golden_lattice"
-        return (
-            _lattice(batches.mean_length, rng)
-            if strategy == "golden_lattice"
-            else _by_rule(_RULES[strategy], batches, history, rng)
-        )
+        if strategy == "golden_lattice":
+            return _lattice(batches.mean_length, rng)
+        rule = _herding(batches) if strategy == "herding" else _RULES[strategy]
+        return _by_rule(rule, batches, history, rng)
 
 
 class TijdemanInterleaver(Interleaver):
@@ -78,13 +78,29 @@ class GoldenLatticeInterleaver(Interleaver):
         return _lattice(batches.mean_length, rng)
 
 
+class HerdingInterleaver(Interleaver):
+    """Keeps the running mean of log length nearest to that of the epoch: least noise between windows, longer runs."""
+
+    type = "herding"
+
+    def order(self, batches: BatchTable, history: History, rng: np.random.Generator) -> IntArray:
+        """Each batch once, the bucket that best cancels what the batches before it had too much of."""
+        return _by_rule(_herding(batches), batches, history, rng)
+
+
 _RULES: Mapping[str, Rule] = {"tijdeman": rules.tijdeman, "largest_deficit": rules.largest_deficit}
 
 
 @hookimpl
 def flowdflash_register(registry: Any) -> None:
     """Register the interleavers."""
-    for cls in (StratifiedInterleaver, TijdemanInterleaver, LargestDeficitInterleaver, GoldenLatticeInterleaver):
+    for cls in (
+        StratifiedInterleaver,
+        TijdemanInterleaver,
+        LargestDeficitInterleaver,
+        GoldenLatticeInterleaver,
+        HerdingInterleaver,
+    ):
         registry.register(cls)
 
 
@@ -97,6 +113,13 @@ def _by_rule(rule: Rule, batches: BatchTable, history: History, rng: np.random.G
     order = np.empty(len(batches), dtype=np.int64)
     order[np.argsort(places, kind="stable")] = np.concatenate([*taken, np.zeros(0, np.int64)])
     return order
+
+
+def _herding(batches: BatchTable) -> Rule:
+    """The herding rule over the buckets of these batches, their value being the mean of log length."""
+    labels, which, counts = np.unique(batches.bucket, return_inverse=True, return_counts=True)
+    value = np.bincount(which, np.log(np.maximum(batches.mean_length, 1)), len(labels)) / counts
+    return partial(rules.herding, values=value)
 
 
 def _ahead(labels: IntArray, history: History) -> FloatArray:

@@ -1,7 +1,8 @@
 """Rules that put batches into order so that every stretch of the order holds its share of every bucket.
 
-``tijdeman`` and ``largest_deficit`` treat buckets as unordered labels and give a sequence of buckets;
-``golden_lattice`` spreads batches along a value such as their length and gives a sequence of batches.
+``tijdeman`` and ``largest_deficit`` treat buckets as unordered labels and give a sequence of buckets; ``herding`` gives
+one too, and knows a value of each bucket; ``golden_lattice`` spreads batches along a value such as their length and
+gives a sequence of batches.
 
 None of them is "never the same bucket twice running". Where one bucket has over half of the batches that cannot hold,
 and a rule that tries spends the other buckets early and ends in one long run of the large one.
@@ -103,6 +104,38 @@ def largest_deficit(counts: IntArray, ahead: FloatArray | None = None) -> IntArr
         left[k] -= 1
         if not left[k]:
             owed[k] = -np.inf
+        order.append(k)
+    return np.array(order, dtype=np.int64)
+
+
+def herding(counts: IntArray, ahead: FloatArray | None = None, *, values: FloatArray) -> IntArray:
+    """Buckets in an order whose running sum of values stays near zero: least noise between windows, looser bounds.
+
+    At each place, of the buckets that Tijdeman's rule would let be taken, the one is taken whose value brings the sum
+    of all values so far nearest to zero. A bucket that is owed a whole batch goes first. No bucket is ever a whole
+    batch ahead of its share.
+
+    Args:
+        counts: ``[m]`` batches per bucket.
+        ahead: ``[m]`` how far each bucket is ahead of its share before the first place; none is by default.
+        values: ``[m]`` a value per bucket; its mean over all batches is taken off.
+    """
+    counts = np.asarray(counts, dtype=np.int64)
+    total, present = int(counts.sum()), np.count_nonzero(counts)
+    if present <= 1:
+        return np.repeat(np.arange(len(counts)), counts)
+    share = counts / total
+    value = values - share @ values
+    owed = np.where(counts > 0, -(np.zeros(len(counts)) if ahead is None else ahead), -np.inf)
+    slack, left, run, order = 1 / (2 * present - 2) - 1e-12, counts.tolist(), 0.0, []
+    for _ in range(total):
+        owed += share
+        most = int(owed.argmax())
+        distance = np.abs(run + value)
+        k = most if not slack <= owed[most] < 1 else int(np.where(owed >= slack, distance, np.inf).argmin())
+        run += value[k]
+        left[k] -= 1
+        owed[k] = owed[k] - 1 if left[k] else -np.inf
         order.append(k)
     return np.array(order, dtype=np.int64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from flowdflash.items import StepRecord
 from flowdflash.plugin import hookimpl
 from flowdflash.stage import Check, OpenContext, Sink, StageConfig
 from flowdflash_wandb.account import effective_mode, has_api_key
+from flowdflash_wandb.progress import Progress
 from flowdflash_wandb.series import AXIS, Series
 
 INIT_TIMEOUT_SECS = 60
@@ -34,6 +36,7 @@ class WandbSink(Sink):
 
     type = "wandb"
     reads = (StepRecord,)
+    safe_to_change = frozenset({"name", "mode"})
 
     class Config(StageConfig):
         """Options of the W&B sink."""
@@ -53,7 +56,8 @@ class WandbSink(Sink):
         self._mode = ""
         self._series = Series()
         self._failed = ""
-        self._spill = Path()
+        self._spill = self._progress = Path()
+        self._last_step: int | None = None
         self._counts = {"logged": 0, "spilled": 0, "lost": 0}
         self._warn: Any = None
 
@@ -77,6 +81,10 @@ class WandbSink(Sink):
         self._mode = mode if mode != "auto" else "online" if has_api_key() else "offline"
         if self._mode == "disabled":
             return
+        self._progress = ctx.run_dir / ctx.stage / "progress.json"
+        if ctx.resumed_at_step is not None:
+            before = Progress.read(self._progress)
+            self._last_step, self._series = before.step, Series(before.dispatched)
         self._wandb = _import_wandb()
         try:
             self._run = self._start(ctx)
@@ -93,6 +101,19 @@ class WandbSink(Sink):
         """Log one record; never raises for a fault of W&B."""
         if self._run is None and not self._failed:
             return
+        # A resumed run takes steps again that were logged before it was killed, and they come out the same.
+        if self._last_step is not None and item.step <= self._last_step:
+            return
+        self._log(item)
+        with suppress(OSError):
+            Progress(item.step, self._series.dispatched).write(self._progress)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that was logged before a resumed run began."""
+        return self._last_step
+
+    def _log(self, item: StepRecord) -> None:
         values = self._series.values(item)
         if not self._failed:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,13 @@ AXIS = "step"
 class Series:
     """Turns records into values by series; counts dispatched batches per bucket over the run."""
 
-    def __init__(self) -> None:
-        self._dispatched: Counter[int] = Counter()
+    def __init__(self, dispatched: Mapping[int, int] | None = None) -> None:
+        self._dispatched: Counter[int] = Counter(dispatched or {})
+
+    @property
+    def dispatched(self) -> Mapping[int, int]:
+        """Batches per bucket so far."""
+        return dict(self._dispatched)
 
     def values(self, record: StepRecord) -> dict[str, Any]:
         """Everything about one optimizer step except the histogram."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowdflash.dflash.config import tensor_shapes
 from flowdflash.dflash.mask import Backend, draft_mask
-from flowdflash.dflash.model import DFlashDraft, DraftConfig, RMSNorm, init_from_layers
+from flowdflash.dflash.model import DFlashDraft, DraftConfig, RMSNorm, init_from_layers, init_fusion
 from flowdflash.dflash.training import training_step_inputs
 from flowdflash.errors import ModelInvalid
 
@@ -252,3 +252,15 @@ def test_init_from_layers_refuses_other_shapes_and_missing_tensors(config: Draft
     with pytest.raises(ModelInvalid, match="1 target layers"):
         init_from_layers(draft, [state])
     assert all(torch.equal(v, before[k]) for k, v in draft.state_dict().items())
+
+
+def test_init_fusion_starts_the_context_as_the_deepest_tapped_state(config: DraftConfig) -> None:
+    draft = DFlashDraft(config)
+    norm = torch.rand(config.hidden_size) + 0.5
+    init_fusion(draft, norm, others=0.0)
+    features = torch.randn(1, 5, config.num_features * config.hidden_size)
+    deepest = features[..., -config.hidden_size :]
+    expected = torch.nn.functional.rms_norm(deepest, (config.hidden_size,), norm, config.rms_norm_eps)
+    torch.testing.assert_close(draft.context(features), expected)
+    with pytest.raises(ModelInvalid, match="norm"):
+        init_fusion(draft, norm[:-1])

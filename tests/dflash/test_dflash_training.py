@@ -114,10 +114,21 @@ def test_w2_a_target_tensor_that_wants_gradients_is_refused(make_draft: Make, ma
         replace(rows, **{which: getattr(rows, which).clone().requires_grad_()}).loss(make_draft())
 
 
-def test_no_graph_is_kept_by_detached_sums(make_draft: Make, make_rows: Make) -> None:
+def test_the_row_of_sums_keeps_no_graph_and_loses_no_number(make_draft: Make, make_rows: Make) -> None:
     sums = make_rows([24]).loss(make_draft())
     assert sums.num.requires_grad and not sums.den.requires_grad
-    assert not sums.detached().num.requires_grad
+    row = sums.row()
+    assert not row.requires_grad
+    assert row.tolist() == pytest.approx(
+        [
+            float(sums.num.detach()),
+            float(sums.den),
+            int(sums.terms),
+            int(sums.anchors),
+            *sums.correct_per_slot.tolist(),
+            *sums.terms_per_slot.tolist(),
+        ]
+    )
 
 
 def test_inputs_of_another_target_are_refused(make_draft: Make, make_rows: Make) -> None:

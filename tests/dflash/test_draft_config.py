@@ -6,8 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flowdflash.dflash.config import DraftConfig, auto_layers, check_layers, tensor_shapes
+from flowdflash.dflash.config import (
+    DraftConfig,
+    auto_layers,
+    check_layers,
+    layers_problem,
+    resolve_layers,
+    tensor_shapes,
+)
 from flowdflash.errors import ModelInvalid
 
 TABLE = {
@@ -34,15 +43,35 @@ def test_auto_layers_refuses_a_target_that_is_too_shallow(num_target_layers: int
         auto_layers(num_target_layers, n)
 
 
+@given(st.integers(2, 120), st.integers(1, 12))
+def test_the_rule_gives_usable_layers_or_names_the_layer_count(depth: int, count: int) -> None:
+    try:
+        layers = auto_layers(depth, count)
+    except ModelInvalid as error:
+        assert f"{depth} decoder layers" in str(error)
+    else:
+        assert len(layers) == count
+        assert layers_problem(layers, depth) == ""
+
+
 @pytest.mark.parametrize("layers", [[4], [-1], [2, 2], [2, 0], [], [3], [0, 3]])
-def test_l6_bad_layer_lists_are_refused_naming_the_layer_count(layers: list[int]) -> None:
-    with pytest.raises(ModelInvalid, match="4 layers"):
+def test_39_bad_layer_lists_are_refused_naming_the_layer_count(layers: list[int]) -> None:
+    with pytest.raises(ModelInvalid, match="4 decoder layers"):
         check_layers(layers, 4)
+    with pytest.raises(ModelInvalid, match="4 decoder layers"):
+        resolve_layers(layers, 5, 4)
 
 
 def test_l6_good_layer_lists_pass() -> None:
     check_layers([0, 2], 4)
     check_layers([1], 4)
+    assert resolve_layers([0, 2], 5, 4) == (0, 2)
+    assert resolve_layers("auto", 2, 6) == (1, 3)
+
+
+def test_order_is_checked_where_the_depth_is_not_known() -> None:
+    assert layers_problem([3, 1], None)
+    assert not layers_problem([1, 300], None)
 
 
 QWEN3_8B = DraftConfig(4096, 12288, 5, 32, 8, 128, 151936, 16, 151669, (1, 9, 17, 25, 33), 36)

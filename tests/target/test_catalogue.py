@@ -71,7 +71,8 @@ def test_models_are_the_same_under_another_spelling() -> None:
 
 def test_facts_and_checks_import_no_torch() -> None:
     code = (
-        "import sys, flowdflash.target.catalogue, flowdflash.target.layers, flowdflash.target.fingerprint\n"
+        "import sys, flowdflash.target.catalogue, flowdflash.target.devices, flowdflash.dflash.config\n"
+        "import flowdflash.target.fingerprint\n"
         "import flowdflash.stages.transformers_target, flowdflash.stages.toy_target\n"
         "import flowdflash.stages.transformers_generator, flowdflash.stages.responses\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -10,7 +10,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from flowdflash.errors import ModelInvalid
 from flowdflash.target.hidden import check_hooks
-from flowdflash.target.load import choose_device, choose_dtype, find_decoder, load_target
+from flowdflash.target.load import choose_device, choose_dtype, find_decoder, load_target, replica_device
 
 from .models import TOY_REF, gpt2_folder, llama_folder
 
@@ -99,18 +99,31 @@ def test_loading_while_others_compute_leaves_the_default_dtype_alone(
         assert torch.equal(early.model(ids).logits, late.model(ids).logits)
 
 
+def test_replicas_leave_the_first_gpu_to_the_drafter_while_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, wanted in ((1, [0]), (2, [1, 0]), (4, [1, 2, 3, 0])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        for device in ("auto", "cuda"):
+            assert [replica_device(device, i) for i in range(gpus)] == [torch.device(f"cuda:{n}") for n in wanted]
+            with pytest.raises(ModelInvalid, match=f"{gpus} GPUs"):
+                replica_device(device, gpus)
+    assert [replica_device("cuda:3,cuda:1", i).index for i in range(2)] == [3, 1]
+    assert replica_device("cuda:2", 0).index == 2
+    assert replica_device("cpu", 5) == torch.device("cpu")
+
+
 def test_devices_and_dtypes_are_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto", 3) == torch.device("cpu")
-    with pytest.raises(ModelInvalid, match="0 GPUs"):
-        choose_device("cuda")
+    assert choose_device("auto") == replica_device("auto", 3) == torch.device("cpu")
+    for choose in (choose_device, lambda device: replica_device(device, 0)):
+        with pytest.raises(ModelInvalid, match="0 GPUs"):
+            choose("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == torch.device("cuda:1")
-    assert choose_device("cuda", 1) == torch.device("cuda:1")
-    assert choose_device("cuda:0", 1) == torch.device("cuda:0")
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda:0")
+    assert choose_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ModelInvalid, match="2 GPUs"):
-        choose_device("auto", 2)
+        choose_device("cuda:2")
     with pytest.raises(ModelInvalid, match="unknown device"):
         choose_device("gpu")
     cpu = torch.device("cpu")

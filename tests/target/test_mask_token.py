@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flowdflash.errors import ModelInvalid
+from flowdflash.target.catalogue import facts_of
 from flowdflash.target.load import load_tokenizer
 from flowdflash.target.mask_token import resolve_mask_token
 
@@ -24,8 +25,9 @@ def test_89_unset_follows_the_stated_order(cache: Path) -> None:
     byte = load_tokenizer("toy:{}", cache)
     assert resolve_mask_token(None, byte, 272) == 260
     assert resolve_mask_token(None, Tokenizer(261, pad=256, eos=256), 272) == 261
-    assert resolve_mask_token(None, Tokenizer(49152, pad=2, eos=2), 49152, ref="SmolLM2-135M-Instruct") == 16
-    assert resolve_mask_token(270, byte, 272, ref="SmolLM2-135M-Instruct") == 270
+    known = facts_of("SmolLM2-135M-Instruct")
+    assert resolve_mask_token(None, Tokenizer(49152, pad=2, eos=2), 49152, facts=known) == 16
+    assert resolve_mask_token(270, byte, 272, facts=known) == 270
 
 
 def test_89_the_fallback_is_never_pad_end_or_begin() -> None:
@@ -40,6 +42,13 @@ def test_89_the_fallback_is_never_pad_end_or_begin() -> None:
 def test_89_an_explicit_id_that_means_something_else_is_refused(token: int, message: str) -> None:
     with pytest.raises(ModelInvalid, match=message):
         resolve_mask_token(token, Tokenizer(261, pad=256, eos=[259, 257], bos=258), 272)
+
+
+@pytest.mark.parametrize("facts", [{"eos_token_id": [7, 8]}, {"eos_token_id": 7}, {"bos_token_id": 7}])
+def test_89_what_the_config_of_the_target_says_counts_as_well(facts: dict[str, Any]) -> None:
+    with pytest.raises(ModelInvalid, match="bos, eos or pad"):
+        resolve_mask_token(7, None, 272, facts=facts)
+    assert resolve_mask_token(None, Tokenizer(100, mask=7), 272, facts=facts) == 100
 
 
 def test_89_a_row_outside_the_tokenizer_is_allowed() -> None:

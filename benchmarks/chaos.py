@@ -1,0 +1,55 @@
+"""Kill runs at random moments, resume them, compare: ``python benchmarks/chaos.py --runs 200``.
+
+Prints a table of where the kills landed and how many differences to an untouched run there are, which must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+DRIVER = Path(__file__).resolve().parent.parent / "tests" / "chaos_runs.py"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="runs, each killed up to --kills times")
+    parser.add_argument("--kills", type=int, default=4, help="most kills per run")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4], help="target replicas, in turn")
+    parser.add_argument("--first-seed", type=int, default=0)
+    options = parser.parse_args()
+    seeds = list(range(options.first_seed, options.first_seed + options.runs))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [json.dumps(seeds), json.dumps(options.replicas), str(options.kills)]
+        command = [sys.executable, str(DRIVER), folder, *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env)
+    rows = json.loads(done.stdout)
+    landed = Counter(where_it_landed(death) for row in rows for death in row["landed"] if death["exit"])
+    print(f"{'landed at':44} {'killed':>7}")
+    for where, count in sorted(landed.items()):
+        print(f"{where:44} {count:>7}")
+    bad = [row for row in rows if row["differences"]]
+    print(f"{len(rows)} runs, {sum(landed.values())} kills, {len(bad)} runs with differences")
+    for row in bad:
+        print(json.dumps(row, indent=1))
+    sys.exit(1 if bad else 0)
+
+
+def where_it_landed(death: dict[str, object]) -> str:
+    """A row of the table: what the process was about to do, without the numbers of steps."""
+    where = "".join("N" if ch.isdigit() else ch for ch in str(death["where"]))
+    while "NN" in where:
+        where = where.replace("NN", "N")
+    when = "just after" if death.get("delay_us") else "before"
+    return f"{'SIGINT' if death.get('signal') == 2 else 'SIGKILL'} {when} {where}"
+
+
+if __name__ == "__main__":
+    main()

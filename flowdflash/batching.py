@@ -1,0 +1,233 @@
+"""What bucketers share: who is let in, where batches are cut under a budget of padded tokens, and the account of it.
+
+Pure functions on columns; the stages that use them differ in the edges of their buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from flowdflash.errors import DataInvalid
+from flowdflash.items import BatchTable, IntArray, SampleTable
+from flowdflash.stage import Check, StageConfig
+
+MOST_CELLS = 1024
+"""Most places that ``optimal_edges`` looks at: its time and memory grow with the square of their number."""
+
+BatchSize = Annotated[
+    Literal["fixed", "dynamic"],
+    Field(
+        description="fixed: budget // edge samples in every batch of a bucket; dynamic: as many as fit the budget",
+    ),
+]
+"""How many samples a batch of a bucket has."""
+
+
+class BudgetOptions(StageConfig):
+    """Options of every bucketer that works under a budget of padded tokens."""
+
+    token_budget: int = Field(ge=1, description="most padded tokens in a batch: longest sample x samples")
+    max_samples: int = Field(0, ge=0, description="most samples in a batch; 0 for no limit")
+    over_budget: Literal["error", "drop", "alone"] = Field(
+        "error", description="what to do with a sample that is longer than the budget; alone: a batch of its own"
+    )
+    drop_last: bool = Field(False, description="leave out the incomplete batch of each bucket at the end of an epoch")
+
+
+def check_budget(check: Check, config: BudgetOptions, longest: int) -> None:
+    """Refuse a budget that one sample of ``longest`` tokens exceeds, unless the options say what to do with it."""
+    if longest > config.token_budget and config.over_budget == "error":
+        text = f"a sample may have {longest} tokens, more than the budget of {config.token_budget} for a whole batch"
+        check.refuse("token_budget", text, f"raise it to {longest} or more, or say `over_budget: drop` or `alone`")
+
+
+def over_budget(samples: SampleTable, config: BudgetOptions) -> NDArray[np.bool_]:
+    """``[n]`` samples to leave out because one of them exceeds the budget of a whole batch.
+
+    Raises:
+        DataInvalid: there are some, and the options allow for none.
+    """
+    over: NDArray[np.bool_] = samples.lengths > config.token_budget
+    if over.any() and config.over_budget == "error":
+        raise DataInvalid(
+            complaint(samples, over, f"longer than the budget of {config.token_budget} tokens of a batch")
+            + "; raise token_budget, truncate at the source, or say `over_budget: drop` or `alone`"
+        )
+    return over if config.over_budget == "drop" else np.zeros(len(samples), bool)
+
+
+def complaint(samples: SampleTable, bad: NDArray[np.bool_], why: str) -> str:
+    """How many samples are bad, and the first few of them."""
+    where = np.flatnonzero(bad)
+    shown = ", ".join(f"{samples.ids[i]} ({samples.lengths[i]} tokens)" for i in where[:5])
+    return f"{len(where)} of {len(samples)} samples are {why}: sample {shown}" + (", ..." if len(where) > 5 else "")
+
+
+def bucketed(
+    samples: SampleTable,
+    keep: IntArray,
+    edges: IntArray,
+    config: BudgetOptions,
+    size: BatchSize,
+    rng: np.random.Generator,
+) -> tuple[BatchTable, IntArray]:
+    """Batches bucket after bucket, and positions of the incomplete ones that are held back.
+
+    A sample goes to the first bucket whose edge is not below its length; within a bucket samples are permuted.
+    """
+    shuffled = keep[rng.permutation(len(keep))]
+    bucket = np.searchsorted(edges, samples.lengths[shuffled])
+    by_bucket = np.argsort(bucket.astype(np.int16 if len(edges) < 2**15 else np.int64), kind="stable")
+    members, bounds = shuffled[by_bucket], np.searchsorted(bucket[by_bucket], np.arange(len(edges) + 1))
+    groups: list[IntArray] = []
+    labels: list[int] = []
+    held = [np.zeros(0, np.int64)]
+    for k, edge in enumerate(edges.tolist()):
+        inside = members[bounds[k] : bounds[k + 1]]
+        limit = 0 if size == "dynamic" else max(1, config.token_budget // edge)
+        made, incomplete = cut(inside, samples.lengths[inside], config, limit, samples.last)
+        held.append(incomplete)
+        groups += made
+        labels += [k] * len(made)
+    return BatchTable.build(samples, groups, labels), np.concatenate(held)
+
+
+def cut(
+    members: IntArray, lengths: IntArray, config: BudgetOptions, size: int, last: bool
+) -> tuple[list[IntArray], IntArray]:
+    """Batches of ``size`` members each, or of as many as fit the budget where it is 0, and what is held back.
+
+    An incomplete last batch is held back while more samples may come, and at the end where the options say so.
+    """
+    limit = config.max_samples or sys.maxsize
+    if size:
+        size = min(size, limit)
+        cuts, full = [*range(0, len(members), size), len(members)], len(members) % size == 0
+    else:
+        cuts = list(_greedy_cuts(lengths.tolist(), config.token_budget, limit))
+        rest = lengths[cuts[-2] :] if len(members) else lengths
+        full = len(rest) == limit or bool(len(members) and rest.max() * (len(rest) + 1) > config.token_budget)
+    made = [members[a:b] for a, b in pairwise(cuts)]
+    if made and not full and (config.drop_last or not last):
+        return made[:-1], made[-1]
+    return made, np.zeros(0, np.int64)
+
+
+def _greedy_cuts(lengths: list[int], budget: int, limit: int) -> Iterator[int]:
+    """Start of each batch and the end: a batch closes when one more sample would break longest x count <= budget."""
+    start, longest = 0, 0
+    yield 0
+    for i, length in enumerate(lengths):
+        higher = max(longest, length)
+        count = i - start
+        if count and (higher * (count + 1) > budget or count == limit):
+            yield i
+            start, longest = i, length
+        else:
+            longest = higher
+    if lengths:
+        yield len(lengths)
+
+
+def equal_token_edges(lengths: IntArray, buckets: int) -> IntArray:
+    """Rising upper bounds of up to ``buckets`` buckets that hold about equally many tokens; the last is the longest."""
+    if not len(lengths):
+        return np.ones(1, np.int64)
+    rising = np.sort(lengths)
+    total = np.cumsum(rising)
+    places = np.searchsorted(total, total[-1] * np.arange(1, buckets + 1) / buckets)
+    return np.unique(np.maximum(rising[np.minimum(places, len(rising) - 1)], 1))
+
+
+def optimal_edges(
+    lengths: IntArray, buckets: int, *, grid: int, budget: int, minimise: Literal["padding", "batches"]
+) -> IntArray:
+    """Rising upper bounds of up to ``buckets`` buckets of least cost: dynamic programming over multiples of ``grid``.
+
+    A sample in a bucket costs what it occupies there: the bucket's upper bound in tokens (``padding``), or its share of
+    a batch of ``budget // bound`` samples (``batches``). best(k, j), the least cost of all samples up to place j in k
+    buckets, is the least over i < j of best(k - 1, i) and one bucket for what lies between. Only multiples with samples
+    just below them can be bounds; where there are more than ``MOST_CELLS`` the grid is doubled until there are not.
+    """
+    if not len(lengths):
+        return np.ones(1, np.int64)
+    while True:
+        bounds, counts = np.unique(-(-lengths // grid) * grid, return_counts=True)
+        if len(bounds) <= MOST_CELLS:
+            break
+        grid *= 2
+    each = bounds.astype(np.float64) if minimise == "padding" else 1 / np.maximum(budget // bounds, 1)
+    upto = np.concatenate([[0], np.cumsum(counts)])
+    # price[i, j]: one bucket that ends at bounds[j] and begins after the first i places.
+    price = np.where(
+        np.tri(len(bounds) + 1, len(bounds), -1, dtype=bool), np.inf, (upto[None, 1:] - upto[:, None]) * each
+    )
+    best = price[0]
+    came_from: list[IntArray] = []
+    for _ in range(min(buckets, len(bounds)) - 1):
+        total = np.concatenate([[0.0], best])[:, None] + price
+        came_from.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    at, picked = len(bounds), []
+    for step in reversed([np.zeros(len(bounds), np.int64), *came_from]):
+        if at == 0:
+            break
+        picked.append(int(bounds[at - 1]))
+        at = int(step[at - 1])
+    return np.array(picked[::-1], dtype=np.int64)
+
+
+class Account:
+    """Counts of one epoch over all its blocks, for a bucketer's summary."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._counts: dict[str, int] = {}
+        self._rows: dict[int, dict[str, int]] = {}
+
+    def close(
+        self, table: BatchTable, samples: SampleTable, refused: IntArray, incomplete: IntArray
+    ) -> tuple[BatchTable, SampleTable | None]:
+        """What a bucketer returns for these batches, counted."""
+        self._count(table, samples, len(refused), len(incomplete))
+        left = np.sort(np.concatenate([refused, incomplete]))
+        return table, samples.take(left) if len(left) else None
+
+    def summary(self, budget: int) -> Mapping[str, Any]:
+        """Of the last epoch: counts and lengths per bucket, how full batches are, what was left out."""
+        rows = self._rows
+        real, padded = sum(r["tokens"] for r in rows.values()), sum(r["padded_tokens"] for r in rows.values())
+        batches = sum(r["batches"] for r in rows.values())
+        per_bucket = {
+            str(k): {**row, "mean_length": round(row["tokens"] / row["samples"], 1)} for k, row in sorted(rows.items())
+        }
+        return {
+            "buckets": per_bucket,
+            "batches": batches,
+            "padding_waste": 1 - real / padded if padded else 0.0,
+            "fill": real / (batches * budget) if batches else 0.0,
+            **self._counts,
+        }
+
+    def _count(self, table: BatchTable, samples: SampleTable, refused: int, incomplete: int) -> None:
+        if samples.epoch != self._epoch:
+            self._epoch, self._rows, self._counts = samples.epoch, {}, {}
+        if samples.last:
+            self._counts = {"dropped_over_long": refused, "dropped_incomplete": incomplete}
+        for k in np.unique(table.bucket).tolist():
+            of = table.bucket == k
+            row = self._rows.setdefault(
+                k, {"samples": 0, "batches": 0, "tokens": 0, "padded_tokens": 0, "max_length": 0}
+            )
+            row["samples"] += int(table.sizes[of].sum())
+            row["batches"] += int(of.sum())
+            row["tokens"] += int(table.tokens[of].sum())
+            row["padded_tokens"] += int(table.padded_tokens[of].sum())
+            row["max_length"] = max(row["max_length"], int(table.max_length[of].max()))

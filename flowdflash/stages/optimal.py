@@ -1,0 +1,63 @@
+"""Bucketer ``optimal``: bucket edges that cost least, by dynamic programming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from flowdflash.batching import Account, BatchSize, BudgetOptions, bucketed, check_budget, optimal_edges, over_budget
+from flowdflash.items import BatchTable, SampleTable
+from flowdflash.stage import Bucketer, Check
+
+
+class OptimalBucketer(Bucketer):
+    """Groups samples of like length into buckets whose edges waste least padding, or make fewest batches.
+
+    Edges are multiples of ``grid``, found by dynamic programming over the lengths there are: no other edges on the grid
+    are better. Where the source is streaming, they are worked out per block.
+    """
+
+    type = "optimal"
+    leftover_reason = "longer than the budget, or no full batch at the end of the epoch"
+
+    class Config(BudgetOptions):
+        """Options of the optimal bucketer."""
+
+        buckets: int = Field(6, ge=1, description="most buckets")
+        grid: int = Field(32, ge=1, description="edges are multiples of so many tokens")
+        minimise: Literal["padding", "batches"] = Field(
+            "padding", description="what the edges make least: padding up to the edge, or the number of batches"
+        )
+        batch_size: BatchSize = "fixed"
+
+    def __init__(self, config: OptimalBucketer.Config) -> None:
+        super().__init__(config)
+        self._account = Account()
+        self._edges: tuple[int, ...] = ()
+
+    def check(self, check: Check) -> Mapping[str, Any]:
+        """The longest sample that can come fits the budget."""
+        check_budget(check, self.config, check.facts.get("max_length", 0))
+        return {"buckets": self.config.buckets}
+
+    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
+        """Batches bucket after bucket; incomplete ones are held back while more samples may come."""
+        config, out = self.config, over_budget(samples, self.config)
+        keep = np.flatnonzero(~out)
+        edges = optimal_edges(
+            samples.lengths[keep],
+            config.buckets,
+            grid=config.grid,
+            budget=config.token_budget,
+            minimise=config.minimise,
+        )
+        self._edges = tuple(edges.tolist())
+        table, incomplete = bucketed(samples, keep, edges, config, config.batch_size, rng)
+        return self._account.close(table, samples, np.flatnonzero(out), incomplete)
+
+    def summary(self) -> Mapping[str, Any]:
+        """Of the last epoch: counts and lengths per bucket, how full batches are, what was left out; its edges."""
+        return {**self._account.summary(self.config.token_budget), "edges": list(self._edges)}

@@ -1,0 +1,220 @@
+"""Runs that are killed and resumed until they finish, and compared with one that nobody touched.
+
+One process imports everything once and forks a child for each run or resumption, so that a kill costs well under a
+second. A child runs the command line itself. It is killed from inside, at a chosen event: the n-th time that it is just
+about to open, rename, remove or make something in the run's folder, or that it has taken an optimizer step, and so many
+microseconds later. So kills land before a save, inside a file, between two renames, while a resumption tidies up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PIPELINE = """
+version: 1
+name: chaos
+seed: 7
+stages:
+  corpus: {kind: source, type: synthetic_lengths, samples: 48, law: uniform, min_length: 12, max_length: 32,
+           vocab_size: 128, pattern: cycle, avoid_token_ids: [127], epochs: 2}
+  buckets: {kind: bucketer, type: length, inputs: corpus, buckets: 3, token_budget: 96}
+  order: {kind: interleaver, type: stratified, inputs: buckets}
+  dispatch: {kind: dispatcher, type: pull, inputs: order}
+  target: {kind: target-forward, type: toy, inputs: dispatch, num_layers: 6, vocab_size: 128, replicas: REPLICAS}
+  drafter: {kind: drafter, type: dflash, inputs: target, block_size: 4, num_hidden_layers: 1, num_anchors: 8,
+            accumulate: 2, lr: 3e-3, precision: float32, device: cpu}
+  metrics: {kind: sink, type: jsonl, inputs: drafter.records}
+  save: {kind: sink, type: checkpoint, inputs: drafter.checkpoints, every_steps: 2, keep: 2}
+  acceptance: {kind: sink, type: acceptance, inputs: drafter.checkpoints, num_prompts: 2, max_new_tokens: 4,
+               every_steps: 4}
+"""
+
+WRITING = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+MOST_TRIES = 60
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a child is to die: at the ``count``-th event of a kind, ``delay_us`` microseconds later."""
+
+    event: str
+    count: int
+    delay_us: int
+    signal: int = signal.SIGKILL
+
+
+@dataclass
+class Landed:
+    """Where a child died, or how it ended."""
+
+    kill: Kill | None
+    where: str
+    exit_code: int
+
+
+class Trap:
+    """In a child: counts events and kills the process at the one that was chosen, having written down where."""
+
+    def __init__(self, kill: Kill | None, run: Path, note: Path) -> None:
+        self.kill, self.run, self.note = kill, str(run), note
+        self.counts: Counter[str] = Counter()
+        self.sprung = False
+
+    def arm(self) -> None:
+        sys.addaudithook(self.heard)
+
+    def heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.sprung or self.kill is None:
+            return
+        writes = event == "open" and isinstance(args[1], str) and args[1][:1] in ("w", "a", "x")
+        if (writes or event in WRITING) and str(args[0]).startswith(self.run):
+            self.count("write", f"{event} {str(args[0])[len(self.run) + 1 :]}")
+
+    def count(self, kind: str, where: str) -> None:
+        kill = self.kill
+        if kill is None or self.sprung or kind != kill.event:
+            return
+        self.counts[kind] += 1
+        if self.counts[kind] < kill.count:
+            return
+        self.sprung = True
+        self.note.write_text(where)
+        if kill.delay_us:
+            threading.Timer(kill.delay_us / 1e6, os.kill, (os.getpid(), kill.signal)).start()
+        else:
+            os.kill(os.getpid(), kill.signal)
+
+
+def in_child(arguments: list[str], trap: Trap) -> int:
+    """Run the command line in a fork; the exit code, negative for a signal."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 97
+    try:
+        quiet = os.open(str(trap.note) + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        from flowdflash.cli import console, main
+
+        notify = console._Watch.notify
+
+        def watched(self: Any, hook: str, /, **given: Any) -> list[str]:
+            told = notify(self, hook, **given)
+            if hook == "flowdflash_step":
+                trap.count("step", f"step {given['record'].step}")
+            return told
+
+        console._Watch.notify = watched  # type: ignore[method-assign]
+        trap.arm()
+        main(arguments, standalone_mode=True)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def one_story(folder: Path, pipeline: Path, kills: Iterator[Kill | None]) -> tuple[Path, list[Landed]]:
+    """Start a run, kill it, resume it, kill it, ... until it finishes."""
+    folder.mkdir(parents=True)
+    run, note = folder / "run", folder / "note"
+    landed: list[Landed] = []
+    for _ in range(MOST_TRIES):
+        kill = next(kills)
+        note.write_text("")
+        begun = (run / "run.json").is_file()
+        if not begun:
+            shutil.rmtree(run, ignore_errors=True)
+        arguments = ["run", "--resume", str(run)] if begun else ["run", str(pipeline), "--run-dir", str(run)]
+        code = in_child(arguments, Trap(kill, run, note))
+        landed.append(Landed(kill, note.read_text() or "the end", code))
+        if code == 0:
+            return run, landed
+        if code not in (-signal.SIGKILL, 130):
+            raise AssertionError(f"exit code {code}\n{Path(f'{note}.log').read_text()[-4000:]}")
+    raise AssertionError(f"not finished after {MOST_TRIES} tries")
+
+
+def random_kills(seed: int, most: int) -> Iterator[Kill | None]:
+    """Kills at seeded random events, then none."""
+    rng = random.Random(seed)
+    for _ in range(most):
+        event = rng.choice(("write", "write", "write", "step"))
+        count = rng.randint(1, 60) if event == "write" else rng.randint(1, 6)
+        how = signal.SIGINT if rng.random() < 0.15 else signal.SIGKILL
+        yield Kill(event, count, rng.choice((0, 0, rng.randint(1, 3000))), how)
+    while True:
+        yield None
+
+
+def warm_up() -> None:
+    """Import what every child needs."""
+    import torch
+    import transformers
+    from flowdflash_checkpoint import CheckpointSink
+    from transformers.models.llama import modeling_llama
+
+    from flowdflash import stages
+    from flowdflash.cli import resume, run_command
+    from flowdflash.plugin.loader import load_plugins
+    from flowdflash.runtime import compare, executor
+
+    torch.set_num_threads(1)
+    load_plugins(builtin=[stages])
+    assert all((transformers, CheckpointSink, modeling_llama, resume, run_command, compare, executor))
+
+
+def tell_stories(folder: Path, seeds: list[int], replicas: list[int], most_kills: int) -> list[dict[str, Any]]:
+    """One row per seed: kills, where they landed, and how the run differs from an untouched one.
+
+    The untouched run has one target replica, the others have ``replicas`` in turn.
+    """
+    from flowdflash.runtime.compare import compare_runs
+
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["FLOWDFLASH_CACHE_DIR"] = str(folder / "cache")
+    warm_up()
+    pipeline = folder / "chaos.yaml"
+    pipeline.write_text(PIPELINE.replace("REPLICAS", "1"))
+    straight, _ = one_story(folder / "straight", pipeline, random_kills(0, 0))
+    rows = []
+    for number, seed in enumerate(seeds):
+        began = time.monotonic()
+        copies = replicas[number % len(replicas)]
+        pipeline.write_text(PIPELINE.replace("REPLICAS", str(copies)))
+        run, landed = one_story(folder / f"seed-{seed}", pipeline, random_kills(seed, most_kills))
+        found = compare_runs(straight, run)
+        rows.append(
+            {
+                "seed": seed,
+                "replicas": copies,
+                "secs": round(time.monotonic() - began, 2),
+                "landed": [
+                    {**(asdict(x.kill) if x.kill else {}), "where": x.where, "exit": x.exit_code} for x in landed
+                ],
+                "differences": list(found.differences),
+                "steps": found.steps,
+            }
+        )
+        shutil.rmtree(folder / f"seed-{seed}")
+    return rows
+
+
+if __name__ == "__main__":
+    where, seeds, replicas, most_kills = sys.argv[1:5]
+    rows = tell_stories(Path(where), json.loads(seeds), json.loads(replicas), int(most_kills))
+    json.dump(rows, sys.stdout)
