@@ -67,7 +67,7 @@ class LengthBucketer(Bucketer):
             else:
                 check.warn("edges", text + "; longer samples are dropped", hint)
         if not edges and "over_long" in config.model_fields_set:
-            check.refuse("over_long", "without edges no sample is too long for the last one", "give edges, or remove it")
+            check.refuse("over_long", "without edges no sample is above the last one", "give edges, or remove it")
         check_budget(check, config, edges[-1] if edges else (longest or 0))
         return {"buckets": len(edges) or config.buckets}
 
