@@ -188,7 +188,7 @@ class Account:
     """Counts of one epoch over all its blocks, for a bucketer's summary."""
 
     def __init__(self) -> None:
-        self._epoch = -1
+        self._epoch, self._complete = -1, True
         self._counts: dict[str, int] = {}
         self._rows: dict[int, dict[str, int]] = {}
 
@@ -217,8 +217,10 @@ class Account:
         }
 
     def _count(self, table: BatchTable, samples: SampleTable, refused: int, incomplete: int) -> None:
-        if samples.epoch != self._epoch:
+        # An epoch that is planned before the run and again in it is one epoch, not two.
+        if self._complete or samples.epoch != self._epoch:
             self._epoch, self._rows, self._counts = samples.epoch, {}, {}
+        self._complete = samples.last
         if samples.last:
             self._counts = {"dropped_over_long": refused, "dropped_incomplete": incomplete}
         for k in np.unique(table.bucket).tolist():

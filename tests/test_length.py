@@ -224,3 +224,14 @@ def test_a_million_samples_are_planned_in_half_a_second():
 def test_a_policy_for_samples_above_the_last_edge_needs_edges():
     assert [path for path, _, _ in problems(token_budget=100, buckets=2, over_long="drop")] == ["over_long"]
     assert problems(token_budget=100, edges=[10, 100], over_long="drop") == []
+
+
+def test_an_epoch_that_is_planned_twice_is_counted_once():
+    """The plan is made before the run and again in it: a run of one epoch reported every batch twice."""
+    stage = LengthBucketer(LengthBucketer.Config(token_budget=100, buckets=2))
+    samples = make_samples([10, 20, 30, 40])
+    stage.batches(samples, np.random.default_rng(0))
+    once = stage.summary()
+    stage.batches(samples, np.random.default_rng(0))
+    assert stage.summary() == once
+    assert sum(row["samples"] for row in once["buckets"].values()) == 4
