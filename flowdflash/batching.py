@@ -1,13 +1,14 @@
-"""What bucketers share: who is let in, where batches are cut under a budget of padded tokens, and the account of it.
+"""What bucketers share: who is let in, where batches are cut under budgets of tokens and cost, and the account of it.
 
 Pure functions on columns; the stages that use them differ in the edges of their buckets.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from flowdflash.errors import DataInvalid
-from flowdflash.items import BatchTable, IntArray, SampleTable
+from flowdflash.items import BatchTable, FloatArray, IntArray, SampleTable
 from flowdflash.stage import Check, StageConfig
 
 MOST_CELLS = 1024
@@ -34,6 +35,12 @@ class BudgetOptions(StageConfig):
     """Options of every bucketer that works under a budget of padded tokens."""
 
     token_budget: int = Field(ge=1, description="most padded tokens in a batch: longest sample x samples")
+    cost_budget: float = Field(
+        0,
+        ge=0,
+        description="most that a batch may cost in target tokens: its padded tokens, and each anchor of the drafter "
+        "as many as anchor_cost_tokens says there; 0 for no limit",
+    )
     max_samples: int = Field(0, ge=0, description="most samples in a batch; 0 for no limit")
     over_budget: Literal["error", "drop", "alone"] = Field(
         "error", description="what to do with a sample that is longer than the budget; alone: a batch of its own"
@@ -41,11 +48,16 @@ class BudgetOptions(StageConfig):
     drop_last: bool = Field(False, description="leave out the incomplete batch of each bucket at the end of an epoch")
 
 
-def check_budget(check: Check, config: BudgetOptions, longest: int) -> None:
-    """Refuse a budget that one sample of ``longest`` tokens exceeds, unless the options say what to do with it."""
+def check_budget(check: Check, config: BudgetOptions, longest: int) -> Mapping[str, Any]:
+    """Refuse a budget that one sample of ``longest`` tokens exceeds, unless the options say what to do with it.
+
+    Returns:
+        The budget of cost, if there is one, for those downstream.
+    """
     if longest > config.token_budget and config.over_budget == "error":
         text = f"a sample may have {longest} tokens, more than the budget of {config.token_budget} for a whole batch"
         check.refuse("token_budget", text, f"raise it to {longest} or more, or say `over_budget: drop` or `alone`")
+    return {"cost_budget": config.cost_budget} if config.cost_budget else {}
 
 
 def over_budget(samples: SampleTable, config: BudgetOptions) -> NDArray[np.bool_]:
@@ -55,10 +67,16 @@ def over_budget(samples: SampleTable, config: BudgetOptions) -> NDArray[np.bool_
         DataInvalid: there are some, and the options allow for none.
     """
     over: NDArray[np.bool_] = samples.lengths > config.token_budget
+    why, option = f"longer than the budget of {config.token_budget} tokens of a batch", "token_budget"
+    if config.cost_budget:
+        dear = samples.lengths + _anchor_cost(samples) > config.cost_budget
+        if dear.any() and not over.any():
+            why, option = f"dearer than the budget of {config.cost_budget:g} for the cost of a batch", "cost_budget"
+        over |= dear
     if over.any() and config.over_budget == "error":
         raise DataInvalid(
-            complaint(samples, over, f"longer than the budget of {config.token_budget} tokens of a batch")
-            + "; raise token_budget, truncate at the source, or say `over_budget: drop` or `alone`"
+            complaint(samples, over, why)
+            + f"; raise {option}, truncate at the source, or say `over_budget: drop` or `alone`"
         )
     return over if config.over_budget == "drop" else np.zeros(len(samples), bool)
 
@@ -82,17 +100,16 @@ def bucketed(
 
     A sample goes to the first bucket whose edge is not below its length; within a bucket samples are permuted.
     """
-    shuffled = keep[rng.permutation(len(keep))]
-    bucket = np.searchsorted(edges, samples.lengths[shuffled])
-    by_bucket = np.argsort(bucket.astype(np.int16 if len(edges) < 2**15 else np.int64), kind="stable")
-    members, bounds = shuffled[by_bucket], np.searchsorted(bucket[by_bucket], np.arange(len(edges) + 1))
+    # Sorting small integers is a radix sort. Only then is the order random, which keeps memory access in order so far.
+    bucket = np.searchsorted(edges, samples.lengths[keep]).astype(np.int16 if len(edges) < 2**15 else np.int64)
+    members = keep[np.argsort(bucket, kind="stable")]
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(bucket, minlength=len(edges)))])
     groups: list[IntArray] = []
     labels: list[int] = []
     held = [np.zeros(0, np.int64)]
     for k, edge in enumerate(edges.tolist()):
-        inside = members[bounds[k] : bounds[k + 1]]
-        limit = 0 if size == "dynamic" else max(1, config.token_budget // edge)
-        made, incomplete = cut(inside, samples.lengths[inside], config, limit, samples.last)
+        inside = rng.permutation(members[bounds[k] : bounds[k + 1]])
+        made, incomplete = cut(samples, inside, config, 0 if size == "dynamic" else edge, samples.last)
         held.append(incomplete)
         groups += made
         labels += [k] * len(made)
@@ -100,40 +117,58 @@ def bucketed(
 
 
 def cut(
-    members: IntArray, lengths: IntArray, config: BudgetOptions, size: int, last: bool
+    samples: SampleTable, members: IntArray, config: BudgetOptions, edge: int, last: bool
 ) -> tuple[list[IntArray], IntArray]:
-    """Batches of ``size`` members each, or of as many as fit the budget where it is 0, and what is held back.
+    """Batches of as many members as fit the budgets, and the rest; where ``edge`` is not 0 all count as that long.
 
     An incomplete last batch is held back while more samples may come, and at the end where the options say so.
     """
+    if not len(members):
+        return [], members
     limit = config.max_samples or sys.maxsize
-    if size:
-        size = min(size, limit)
+    anchors = _anchor_cost(samples)[members] if config.cost_budget else None
+    if edge:
+        size = min(_most(edge, anchors, config), limit)
         cuts, full = [*range(0, len(members), size), len(members)], len(members) % size == 0
     else:
-        cuts = list(_greedy_cuts(lengths.tolist(), config.token_budget, limit))
-        rest = lengths[cuts[-2] :] if len(members) else lengths
-        full = len(rest) == limit or bool(len(members) and rest.max() * (len(rest) + 1) > config.token_budget)
+        lengths = samples.lengths[members]
+        cuts = list(_greedy_cuts(lengths, anchors, config, limit))
+        rest = slice(cuts[-2], None)
+        most = _most(int(lengths[rest].max()), None if anchors is None else anchors[rest], config)
+        full = len(members) - cuts[-2] >= min(most, limit)
     made = [members[a:b] for a, b in pairwise(cuts)]
-    if made and not full and (config.drop_last or not last):
+    if not full and (config.drop_last or not last):
         return made[:-1], made[-1]
-    return made, np.zeros(0, np.int64)
+    return made, members[:0]
 
 
-def _greedy_cuts(lengths: list[int], budget: int, limit: int) -> Iterator[int]:
-    """Start of each batch and the end: a batch closes when one more sample would break longest x count <= budget."""
-    start, longest = 0, 0
+def _anchor_cost(samples: SampleTable) -> FloatArray:
+    return np.zeros(len(samples)) if samples.anchor_cost is None else samples.anchor_cost
+
+
+def _most(longest: int, anchors: FloatArray | None, config: BudgetOptions) -> int:
+    """Most samples in a batch whose longest has so many tokens; ``anchors`` is what those of each sample cost."""
+    most = config.token_budget // longest
+    if anchors is not None:
+        most = min(most, int(config.cost_budget // (longest + float(anchors.max()))))
+    return max(most, 1)
+
+
+def _greedy_cuts(lengths: IntArray, anchors: FloatArray | None, config: BudgetOptions, limit: int) -> Iterator[int]:
+    """Start of each batch and the end: a batch closes when one more sample would break a budget."""
+    budget, cost_budget = config.token_budget, config.cost_budget or math.inf
+    start, longest, dearest = 0, 0, 0.0
     yield 0
-    for i, length in enumerate(lengths):
-        higher = max(longest, length)
+    for i, (length, cost) in enumerate(zip(lengths.tolist(), repeat(0.0) if anchors is None else anchors.tolist())):  # noqa: B905
+        higher, dearer = max(longest, length), max(dearest, cost)
         count = i - start
-        if count and (higher * (count + 1) > budget or count == limit):
+        more = count + 1
+        if count and (higher * more > budget or count == limit or (higher + dearer) * more > cost_budget):
             yield i
-            start, longest = i, length
+            start, longest, dearest = i, length, cost
         else:
-            longest = higher
-    if lengths:
-        yield len(lengths)
+            longest, dearest = higher, dearer
+    yield len(lengths)
 
 
 def equal_token_edges(lengths: IntArray, buckets: int) -> IntArray:

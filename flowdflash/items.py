@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ class SampleTable:
         lengths: ``[n]`` tokens per sample, after truncation.
         supervised: ``[n]`` tokens that carry a loss.
         last: no further block follows in this epoch. A map-style source gives one block per epoch.
+        anchor_cost: ``[n]`` cost of the draft's anchors of each sample, in target tokens, put in by the runtime; None
+            where they cost nothing.
     """
 
     epoch: int
@@ -38,6 +41,7 @@ class SampleTable:
     lengths: IntArray
     supervised: IntArray
     last: bool = True
+    anchor_cost: FloatArray | None = None
 
     def __post_init__(self) -> None:
         if not (self.ids.shape == self.lengths.shape == self.supervised.shape and self.ids.ndim == 1):
@@ -51,17 +55,22 @@ class SampleTable:
 
     def take(self, rows: IntArray) -> SampleTable:
         """The rows at the given positions, in that order."""
-        return replace(self, ids=self.ids[rows], lengths=self.lengths[rows], supervised=self.supervised[rows])
+        cost = None if self.anchor_cost is None else self.anchor_cost[rows]
+        return replace(
+            self, ids=self.ids[rows], lengths=self.lengths[rows], supervised=self.supervised[rows], anchor_cost=cost
+        )
 
     def joined(self, other: SampleTable) -> SampleTable:
         """This table followed by ``other``; epoch and ``last`` are those of ``other``."""
         join = np.concatenate
+        one, two = self.anchor_cost, other.anchor_cost
         return SampleTable(
             other.epoch,
             join([self.ids, other.ids]),
             join([self.lengths, other.lengths]),
             join([self.supervised, other.supervised]),
             other.last,
+            None if one is None or two is None else join([one, two]),
         )
 
 
@@ -76,7 +85,9 @@ class BatchTable:
         bucket: ``[B]`` bucket of each batch, 0-based; -1 where batches have no bucket.
         sizes, tokens, padded_tokens, supervised, min_length, max_length: ``[B]`` derived by ``build``.
         mean_length: ``[B]`` float.
-        cost: ``[B]`` float, relative cost of the batch; by default its padded tokens.
+        cost: ``[B]`` float, cost of the batch in target tokens; by default its padded tokens and its anchors, of which
+            each row has as many as the one with most.
+        packed: the samples of a batch share one row, end to end, without padding; else each has a row of its own.
     """
 
     samples: SampleTable
@@ -91,6 +102,7 @@ class BatchTable:
     max_length: IntArray
     mean_length: FloatArray
     cost: FloatArray
+    packed: bool = False
 
     @classmethod
     def build(
@@ -99,8 +111,10 @@ class BatchTable:
         groups: Sequence[IntArray],
         bucket: Sequence[int] | IntArray,
         cost: FloatArray | None = None,
+        *,
+        packed: bool = False,
     ) -> BatchTable:
-        """A table from one array of positions in ``samples`` per batch. Padding is to the longest of the batch.
+        """A table from one array of positions in ``samples`` per batch. Padding is to the longest of the batch, if any.
 
         Raises:
             ValueError: a batch is empty, a position is out of range, or ``bucket`` has another length than ``groups``.
@@ -108,7 +122,7 @@ class BatchTable:
         buckets = np.asarray(bucket, dtype=np.int64).reshape(-1)
         if len(buckets) != len(groups):
             raise ValueError(f"{len(groups)} batches but {len(buckets)} bucket ids")
-        sizes = np.array([len(g) for g in groups], dtype=np.int64)
+        sizes = np.fromiter(map(len, groups), np.int64, len(groups))
         if (sizes == 0).any():
             raise ValueError(f"batch {int(np.flatnonzero(sizes == 0)[0])} has no samples")
         members = np.concatenate([*groups]).astype(np.int64) if len(groups) else np.zeros(0, np.int64)
@@ -120,7 +134,12 @@ class BatchTable:
         empty = np.zeros(0, np.int64)
         tokens = np.add.reduceat(lengths, starts) if len(groups) else empty
         longest = np.maximum.reduceat(lengths, starts) if len(groups) else empty
-        padded = longest * sizes
+        padded = tokens if packed else longest * sizes
+        if cost is None:
+            cost = padded.astype(np.float64)
+            if samples.anchor_cost is not None and len(groups):
+                each = samples.anchor_cost[members]
+                cost += np.add.reduceat(each, starts) if packed else np.maximum.reduceat(each, starts) * sizes
         return cls(
             samples,
             members,
@@ -133,7 +152,8 @@ class BatchTable:
             np.minimum.reduceat(lengths, starts) if len(groups) else empty,
             longest,
             tokens / np.maximum(sizes, 1),
-            padded.astype(np.float64) if cost is None else np.asarray(cost, dtype=np.float64),
+            np.asarray(cost, dtype=np.float64),
+            packed,
         )
 
     def __len__(self) -> int:
@@ -142,6 +162,22 @@ class BatchTable:
     def positions(self, batch: int) -> IntArray:
         """Positions in ``samples`` of the samples of one batch."""
         return self.members[self.offsets[batch] : self.offsets[batch + 1]]
+
+
+Columns = TypeVar("Columns", SampleTable, BatchTable)
+
+
+def read_only(table: Columns) -> Columns:
+    """The same table with columns that cannot be written to; whoever made the table still can."""
+    views: dict[str, Any] = {}
+    for entry in fields(table):
+        column = getattr(table, entry.name)
+        if isinstance(column, np.ndarray):
+            views[entry.name] = column.view()
+            views[entry.name].flags.writeable = False
+        elif isinstance(column, SampleTable):
+            views[entry.name] = read_only(column)
+    return replace(table, **views)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,8 +191,9 @@ class BatchInfo:
         bucket: bucket id, -1 for none.
         sample_ids, lengths, supervised: one entry per sample.
         tokens, padded_tokens: real and padded token counts.
-        cost: relative cost.
+        cost: in target tokens, see ``BatchTable``.
         last_of_epoch: an accumulation window ends with this batch, whatever its size.
+        packed: its samples share one row.
         version: version of the draft that made this batch, where one did; reserved for on-policy stages.
         stamps: ``time.monotonic()`` seconds at which each stage finished with the batch, by stage name.
     """
@@ -172,6 +209,7 @@ class BatchInfo:
     padded_tokens: int
     cost: float
     last_of_epoch: bool = False
+    packed: bool = False
     version: int = 0
     stamps: Mapping[str, float] = field(default_factory=dict)
 
@@ -179,6 +217,14 @@ class BatchInfo:
     def samples(self) -> int:
         """Number of samples."""
         return len(self.sample_ids)
+
+    @property
+    def places(self) -> tuple[tuple[int, slice], ...]:
+        """Row and columns of each sample in the arrays of the batch."""
+        if not self.packed:
+            return tuple((row, slice(0, length)) for row, length in enumerate(self.lengths))
+        stops = accumulate(self.lengths)
+        return tuple((0, slice(stop - length, stop)) for length, stop in zip(self.lengths, stops, strict=True))
 
     def stamped(self, stage: str, at_secs: float) -> BatchInfo:
         """The same record with one more time stamp."""
@@ -201,18 +247,19 @@ def batch_info(table: BatchTable, batch: int, *, seq: int, index: int, last_of_e
         padded_tokens=int(table.padded_tokens[batch]),
         cost=float(table.cost[batch]),
         last_of_epoch=last_of_epoch,
+        packed=table.packed,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """A padded batch of tokens on the host, right-padded.
+    """A batch of tokens on the host: a row per sample, right-padded, or all samples end to end in one row.
 
     Attributes:
-        info: header of the batch.
+        info: header of the batch; ``info.places`` says where each sample is.
         input_ids: ``[b, S]`` int64 numpy array.
         loss_mask: ``[b, S]`` bool, True where a token carries a loss; False on padding.
-        lengths: ``[b]`` int64, real tokens per row.
+        lengths: ``[n]`` int64, tokens per sample; n is b unless the batch is packed.
         rows: what ``Source.row`` gives for each sample, where a generator reads; else empty.
     """
 
@@ -250,12 +297,14 @@ class FeatureBatch:
         features: ``[b, S, K * D]`` tensor, outputs of the tapped layers in the order of ``layers``; no gradient.
         layers: the tapped decoder layers, 0-based, "output of layer l".
         probe: on the first batch of a replica, a sample of the target's own logits; None later.
+        last_hidden: ``[b, S, D]`` tensor, the target's states after its final norm, where they are carried; else None.
     """
 
     tokens: TokenBatch
     features: Any
     layers: tuple[int, ...]
     probe: HeadProbe | None = None
+    last_hidden: Any = None
 
     @property
     def info(self) -> BatchInfo:
@@ -264,32 +313,55 @@ class FeatureBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by tokens and features."""
-        return int(self.tokens.nbytes + self.features.numel() * self.features.element_size())
+        """Bytes held by tokens and states."""
+        held = [self.features] if self.last_hidden is None else [self.features, self.last_hidden]
+        return int(self.tokens.nbytes + sum(t.numel() * t.element_size() for t in held))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of a generator.
+
+    Attributes:
+        text: decoded, without the end-of-turn token.
+        tokens: generated tokens, the end-of-turn token included.
+        finish_reason: ``stop`` (end-of-turn token) or ``length``.
+        reasoning: what was thought before the text, where a server gives it apart.
+        rejected: why there is no answer, one of few reasons; empty if there is one.
+        detail: what exactly was found then.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: Literal["stop", "length"] = "stop"
+    reasoning: str = ""
+    rejected: str = ""
+    detail: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """It says something and came to its own end."""
+        return not self.rejected and self.finish_reason == "stop" and bool(self.text.strip())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedBatch:
-    """Responses that a generator wrote for a batch of prompts.
+    """Answers that a generator wrote for a batch of prompts.
 
     Attributes:
         info: header of the batch of prompts.
-        texts: one decoded response per sample.
-        token_counts: generated tokens per sample, the end-of-turn token included.
-        finish_reasons: per sample, ``stop`` (end-of-turn token) or ``length``.
+        answers: per sample, its answers turn by turn; one at least.
         rows: the rows of the prompts, as in ``TokenBatch``.
     """
 
     info: BatchInfo
-    texts: tuple[str, ...]
-    token_counts: tuple[int, ...]
-    finish_reasons: tuple[Literal["stop", "length"], ...]
+    answers: tuple[tuple[Answer, ...], ...]
     rows: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the texts."""
-        return sum(len(text.encode()) for text in self.texts)
+        return sum(len(text.encode()) for turns in self.answers for a in turns for text in (a.text, a.reasoning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +389,9 @@ class StepRecord:
         waits_secs: per edge (``from->to``), seconds its consumer waited for input since the last record.
         seqs: batch numbers of the window.
         skipped: reason if no optimizer step was taken for this window (non-finite loss or gradient), else empty.
+        window_distinct: buckets in the window. This and what follows is put in by the runtime.
+        window_kl: divergence of the window's mix of buckets from that of the plan, in bits; None if there is no plan.
+        order_distance: most places by which a batch of the window came before or after its place in the plan.
     """
 
     step: int
@@ -343,6 +418,9 @@ class StepRecord:
     waits_secs: Mapping[str, float]
     seqs: tuple[int, ...]
     skipped: str = ""
+    window_distinct: int = 0
+    window_kl: float | None = None
+    order_distance: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -391,5 +469,11 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the draft's tensors; the optimizer's state is about twice that."""
-        return sum(int(t.numel() * t.element_size()) for t in self.draft_tensors.values())
+        """Bytes held by its tensors."""
+        return _tensor_bytes(self.draft_tensors) + _tensor_bytes(self.state)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, Mapping | list | tuple):
+        return sum(map(_tensor_bytes, value.values() if isinstance(value, Mapping) else value))
+    return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0

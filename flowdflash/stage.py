@@ -9,7 +9,7 @@ run it, one stage at a time) and run (the one method of its kind), then ``close`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -44,10 +44,22 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+def path_from(folder: Path, written: str | Path) -> Path:
+    """A path that is written in a file of ``folder``, absolute.
+
+    Raises:
+        ValueError: it starts with the home of nobody, or goes through a link to itself.
+    """
+    try:
+        return (folder / Path(written).expanduser()).resolve()
+    except (RuntimeError, OSError) as error:
+        reason = "there is no such user" if "home" in str(error) else str(error)
+        raise ValueError(f"input should be a path: {reason}") from error
+
+
 def _against_base(path: Path, info: ValidationInfo) -> Path:
     base = (info.context or {}).get("base")
-    path = path.expanduser()
-    return path if path.is_absolute() or base is None else (Path(base) / path).resolve()
+    return path.expanduser() if path.is_absolute() or base is None else path_from(Path(base), path)
 
 
 PipelinePath = Annotated[Path, AfterValidator(_against_base)]
@@ -99,10 +111,12 @@ class Check:
     Attributes:
         stage: name of the stage in the pipeline.
         facts: facts of everything upstream, merged. Names in use: ``tokenizer`` and ``model`` (model references),
-            ``max_length`` (tokens), ``epochs``, ``buckets`` (count), ``hidden_size``, ``num_layers`` (decoder layers of
-            the target), ``layers`` (tapped layers), ``num_features`` (how many), ``vocab_size``, ``mask_token_id``,
-            ``dtype``, ``replicas``, ``block_size``, ``window`` (micro-batches per optimizer step). A fact that cannot
-            be known without opening a model is absent.
+            ``max_length`` (tokens), ``epochs``, ``buckets`` (count), ``cost_budget`` (of a batch, where there is one),
+            ``packed`` (samples share a row), ``hidden_size``, ``num_layers`` (decoder layers of the target), ``layers``
+            (tapped layers), ``num_features`` (how many), ``vocab_size``, ``mask_token_id``, ``dtype``, ``replicas``,
+            ``last_hidden`` (the target's last states are carried), ``block_size``, ``span`` (of a block: its
+            anchor and drafts), ``num_anchors`` (most per sample), ``window`` (micro-batches per optimizer step). What
+            cannot be known without opening a model is absent.
         problems: what has been reported; ``path`` is relative to the stage.
         complete: False where a stage upstream is at fault itself, so that a fact may be missing for that reason.
     """
@@ -174,6 +188,7 @@ class PlanSummary:
         batches: batches in the whole run; 0 if the source is streaming.
         steps: optimizer steps in the whole run (windows do not cross epochs); 0 if unknown.
         samples_per_epoch, tokens_per_epoch: over one epoch.
+        bucket_shares: share of all batches by bucket id, as text; empty if the source is streaming.
         vocabulary: which token ids the data holds; None if the source cannot tell.
     """
 
@@ -183,6 +198,7 @@ class PlanSummary:
     samples_per_epoch: int = 0
     tokens_per_epoch: int = 0
     vocabulary: Vocabulary | None = None
+    bucket_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +218,9 @@ class OpenContext:
         waits: seconds that each edge's consumer has waited for input, by ``from->to``, since the run began.
         resumed_at_step: optimizer steps taken by the run that this one goes on with; None where a run begins. What a
             sink wrote of later steps in ``run_dir`` is void, since these steps come again.
+        stopping: somebody has asked the run to stop.
+        made_from: in a pipeline without a drafter, what decides the batches that a sink reads, and their numbers: plan,
+            data, seed, and the stages that it reads from; plain values. Empty where that is not known beforehand.
     """
 
     stage: str
@@ -216,6 +235,8 @@ class OpenContext:
     checkpoint_due: Callable[[int, str], bool] = lambda step, reason: False
     waits: Callable[[], Mapping[str, float]] = dict
     resumed_at_step: int | None = None
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+    stopping: Callable[[], bool] = lambda: False
 
 
 _Class = type
@@ -300,6 +321,10 @@ class Source(Stage):
         several threads at once.
         """
         return None
+
+    def describe(self, sample_id: int) -> str:
+        """Where a sample comes from, for a person."""
+        return f"sample {sample_id}"
 
     def vocabulary(self) -> Vocabulary | None:
         """Which token ids occur in the data, or None where that is not known before all of it has been read."""
@@ -451,8 +476,11 @@ class Sink(Stage):
     saves: ClassVar[bool] = True
     """Of a sink for checkpoints: one is on disk when ``write`` returns. False of a sink that only looks at them."""
 
-    def write(self, item: Any) -> None:
-        """Take one item."""
+    def write(self, item: Any) -> Iterator[None] | None:
+        """Take one item. What takes long may be a generator: at each ``yield`` other stages on the CPU get their turn.
+
+        Such a sink does not save checkpoints. It should end early once the context says ``stopping``.
+        """
         raise NotImplementedError
 
     @property
@@ -462,6 +490,14 @@ class Sink(Stage):
         Records that a killed run had not brought to it before the checkpoint are given to it first.
         """
         return None
+
+    @property
+    def batches_done(self) -> Collection[int]:
+        """In a pipeline without a drafter, asked after ``open``: numbers of batches that it has from an earlier run.
+
+        What all sinks have is not run again. A pipeline whose sinks say so can be resumed.
+        """
+        return ()
 
     def wants(self, step: int, reason: str) -> bool:
         """Of a sink for checkpoints: is one wanted at this step? ``reason`` is ``start``, ``every`` or ``final``."""

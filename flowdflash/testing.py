@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from flowdflash.data.lengths import BRIEF_EDGES, BRIEF_MU, BRIEF_SIGMA, lognormal
-from flowdflash.items import BatchInfo, BatchTable, Checkpoint, IntArray, SampleTable, StepRecord
+from flowdflash.items import BatchInfo, BatchTable, Checkpoint, IntArray, SampleTable, StepRecord, read_only
 from flowdflash.plugin.registry import Registry
 from flowdflash.stage import Bucketer, Check, Dispatcher, History, Interleaver, OpenContext, ReplicaLoad, Sink, Stage
 
@@ -150,7 +150,7 @@ def assert_bucketer_contract(cls: type[Bucketer], samples: SampleTable | None = 
     """
     given = make_samples(np.random.default_rng(0).integers(1, 513, 300)) if samples is None else samples
     for rows in (np.arange(0), np.arange(min(1, len(given))), np.arange(len(given))):
-        table = _frozen(given.take(rows.astype(np.int64)))
+        table = read_only(given.take(rows.astype(np.int64)))
         stage = _built(cls, config)
         _pure(partial(_split, stage, table), _plain, f"{len(table)} samples")
         _covers(stage, [table])
@@ -182,7 +182,9 @@ def assert_sink_contract(cls: type[Sink], items: Sequence[Any] | None = None, /,
             try:
                 stage.open(open_context(run_dir, "sink"))
                 for item in written:
-                    stage.write(item)
+                    pieces = stage.write(item)
+                    more = list(pieces if isinstance(pieces, Iterator) else ())
+                    assert not (more and stage.saves), "a sink that saves checkpoints writes each in one piece"
             finally:
                 stage.close()
             summary = stage.summary()
@@ -247,19 +249,10 @@ def _tables() -> Iterator[tuple[BatchTable, History]]:
     many = np.repeat(np.arange(6), (4, 7, 10, 13, 15, 52))
     for buckets in ([], [0], [-1] * 5, [0] * 9, [4, 4, 2], many, rng.integers(0, 40, 120)):
         label = np.array(buckets, dtype=np.int64)
-        batches = make_batches(label, rng.integers(1, 2000, len(label)))
-        _frozen(batches)
+        batches = read_only(make_batches(label, rng.integers(1, 2000, len(label))))
         for window in (1, 8):
             yield batches, History(window)
         yield batches, History(8, rng.integers(0, 6, 50))
-
-
-def _frozen(table: Any) -> Any:
-    """The same table with read-only columns: writing to one raises."""
-    for name in table.__slots__:
-        if isinstance(column := getattr(table, name), np.ndarray):
-            column.setflags(write=False)
-    return table
 
 
 def _ordered(stage: Interleaver, batches: BatchTable, history: History, rng: np.random.Generator) -> list[int]:

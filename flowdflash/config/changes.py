@@ -26,6 +26,10 @@ class Checked(Protocol):
     def ordering(self) -> str:
         """``plan`` or ``arrival``."""
 
+    @property
+    def stall_secs(self) -> float:
+        """When a person is told of a stall."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -49,8 +53,8 @@ class Change:
 def changes(before: Checked, after: Checked) -> list[Change]:
     """What differs in what the two pipelines do: by value, not by how it is written."""
     found = [
-        Change(name, str(getattr(before, name)), str(getattr(after, name)))
-        for name in ("seed", "ordering")
+        Change(name, str(getattr(before, name)), str(getattr(after, name)), safe=name == "stall_secs")
+        for name in ("seed", "ordering", "stall_secs")
         if getattr(before, name) != getattr(after, name)
     ]
     old, new = before.graph.nodes, after.graph.nodes

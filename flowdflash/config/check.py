@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flowdflash.config.document import parse, read
-from flowdflash.config.dump import as_yaml, resolved
+from flowdflash.config.dump import absolute, as_yaml, resolved
 from flowdflash.config.facts import with_facts
 from flowdflash.config.options import Found, validate
 from flowdflash.config.resolve import fill, override, with_bases
 from flowdflash.config.spec import VERSION, PipelineSpec, Plugins
 from flowdflash.config.stages import declare, elsewhere
-from flowdflash.config.tree import Items, Place, Scalar, Table, from_python
+from flowdflash.config.tree import Items, Place, Problems, Scalar, Table, from_python
 from flowdflash.config.wiring import wire
 from flowdflash.errors import PipelineInvalid, PluginBroken, Problem
 from flowdflash.graph import Graph
@@ -28,7 +28,7 @@ class Pipeline:
 
     Attributes:
         path: the file, as the user named it; for a mapping or a text, one in the folder that its paths start from.
-        name, seed, ordering: as in the file.
+        name, seed, ordering, stall_secs: as in the file.
         graph: the stages and what flows between them.
         resolved: the whole pipeline as nested dicts and lists of texts, with ``extends``, references and overrides
             worked in. It is a valid pipeline itself; its paths are relative to the folder of ``path``.
@@ -40,6 +40,7 @@ class Pipeline:
     name: str
     seed: int
     ordering: str
+    stall_secs: float
     graph: Graph
     resolved: dict[str, Any]
     warnings: tuple[Problem, ...] = ()
@@ -64,7 +65,7 @@ def load(path: Path, plugins: Plugins, *, overrides: Sequence[str] = (), strict:
         PipelineInvalid: something is wrong; carries every problem found.
     """
     path = Path(path)
-    problems: list[Problem] = []
+    problems = Problems()
     root = with_bases(read(path, problems), problems, path)
     return _load(root, path, path.stem, plugins, problems, overrides, strict)
 
@@ -82,7 +83,7 @@ def load_mapping(
     Raises:
         PipelineInvalid: something is wrong; carries every problem found.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     place = Place(folder=Path(base).absolute())
     root = from_python(tree, place, problems)
     if not isinstance(root, Table):
@@ -100,7 +101,7 @@ def load_text(text: str, plugins: Plugins, base: Path) -> Pipeline:
     Raises:
         PipelineInvalid: something is wrong; carries every problem found.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     place = Place(folder=Path(base).absolute())
     root = parse(text, place, problems)
     if not isinstance(root, Table):
@@ -135,6 +136,7 @@ def _load(
         name=name,
         seed=spec.seed,
         ordering=spec.ordering,
+        stall_secs=spec.stall_secs,
         graph=graph,
         resolved=resolved(filled.root, name, graph),
         warnings=PipelineInvalid(told).problems,
@@ -150,7 +152,10 @@ def _load_plugins(root: Table, plugins: Plugins, found: Found) -> tuple[Path, ..
         path = ("plugins", str(index))
         if not isinstance(item, Scalar) or not item.text or path in found.failed:
             continue
-        file = (item.place.folder / Path(item.text).expanduser()).resolve()
+        try:
+            file = absolute(item)
+        except ValueError:  # no path; its validation has said so
+            continue
         files.append(file)
         try:
             plugins.load_file(file)

@@ -24,12 +24,12 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
-from flowdflash.config.tree import MAX_DEPTH, Items, Node, Place, Scalar, Table, shown, unusable
+from flowdflash.config.tree import MAX_DEPTH, Items, Node, Place, Scalar, Table, shown, unusable, usable
 from flowdflash.errors import PipelineInvalid, Problem
 
 MAX_BYTES = 256 * 1024
 """Largest pipeline file. A pipeline of 80 stages has about 10 kB."""
-MAX_NODES = 20_000
+MAX_NODES = 5_000
 """Most values in a document, with aliases counted as often as they are used."""
 
 
@@ -159,7 +159,7 @@ class _Composer:
         text = str(event.value)
         if fault := unusable(text):
             self.problems.append(place.problem(f"the text holds {fault}"))
-            text = "".join(ch for ch in text if not unusable(ch))
+            text = usable(text)
         is_null = not event.style and text in ("", "~", "null", "Null", "NULL")
         return Scalar(None if is_null else text, place)
 

@@ -12,12 +12,15 @@ from pydantic import BaseModel
 
 from flowdflash.config.tree import Items, Node, Scalar, Table
 from flowdflash.graph import Graph
+from flowdflash.secrets import hidden
+from flowdflash.stage import path_from
 
 
 def resolved(root: Table, name: str, graph: Graph) -> dict[str, Any]:
     """The tree as dicts, lists, texts and None, fit to be loaded again from the folder of ``root``.
 
-    Vars are gone, since every reference is filled in; a ``${`` that is left is escaped. A path that was written in a
+    Vars are gone, since every reference is filled in; a ``${`` that is left is escaped. A secret of the environment is
+    a reference, however it got there. A path that was written in a
     file of another folder is written anew, relative to the folder of ``root``.
     """
     folder = root.place.folder
@@ -32,11 +35,16 @@ def resolved(root: Table, name: str, graph: Graph) -> dict[str, Any]:
 
 
 def _paths_of(node: Node) -> list[Path]:
-    return [_absolute(item) for item in node.nodes if isinstance(item, Scalar)] if isinstance(node, Items) else []
+    return [absolute(item) for item in node.nodes if isinstance(item, Scalar)] if isinstance(node, Items) else []
 
 
-def _absolute(leaf: Scalar) -> Path:
-    return (leaf.place.folder / Path(leaf.text or "").expanduser()).resolve()
+def absolute(leaf: Scalar) -> Path:
+    """The path that is written in a leaf.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return path_from(leaf.place.folder, leaf.text or "")
 
 
 def _plain(node: Node, value: Any, folder: Path) -> Any:
@@ -48,7 +56,7 @@ def _plain(node: Node, value: Any, folder: Path) -> Any:
     if node.text is None:
         return None
     text = node.text
-    if node.place.folder != folder and isinstance(value, (str, Path)) and text != str(value) == str(_absolute(node)):
+    if node.place.folder != folder and isinstance(value, (str, Path)) and text != str(value) == str(absolute(node)):
         relative = os.path.relpath(value, folder)
         text = relative if relative.startswith(".") else f"./{relative}"
     return _escaped(text)
@@ -66,7 +74,10 @@ def _part(value: Any, key: str | int) -> Any:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("${", "$${")
+    def spelt(value: str) -> str:
+        return value.replace("${", "$${")
+
+    return hidden(spelt(text), spelt)
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+-]*|-[0-9.]+")

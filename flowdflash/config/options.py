@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flowdflash.config.resolve import near
-from flowdflash.config.tree import Items, Node, Scalar, Table, locate, plain, shown
+from flowdflash.config.tree import Node, Table, leaves, locate, plain, shown
 from flowdflash.errors import Problem
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -57,7 +57,12 @@ class Found:
 
 
 def validate(
-    model: type[Model], node: Table, path: Steps, found: Found, elsewhere: Callable[[str], str] = lambda key: ""
+    model: type[Model],
+    node: Table,
+    path: Steps,
+    found: Found,
+    elsewhere: Callable[[str], str] = lambda key: "",
+    registry: Any = None,
 ) -> Model | None:
     """The model with the options of a mapping, or None with problems added.
 
@@ -70,17 +75,20 @@ def validate(
         path: its place in the pipeline.
         found: where problems go.
         elsewhere: a hint on where an unknown option may belong.
+        registry: known stages, for an option that holds stages itself.
     """
     by_folder: dict[Path, Model] = {}
     for folder in [node.place.folder, *(leaf.place.folder for leaf in leaves(node))]:
         if folder in by_folder:
             continue
         try:
-            by_folder[folder] = _validated(model, node, folder)
+            by_folder[folder] = _validated(model, node, {"base": folder, "registry": registry})
         except ValidationError as error:
             _report(error, model, node, path, found, elsewhere)
             return None
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             found.add(path, f"the options cannot be checked: {type(error).__name__}: {error}", key=True)
             return None
     if found.broken(path):
@@ -90,15 +98,6 @@ def validate(
     chosen = _from_own_folder(node, by_folder)
     assert isinstance(chosen, model)
     return chosen
-
-
-def leaves(node: Node) -> Iterator[Scalar]:
-    """Every leaf of a tree."""
-    if isinstance(node, Scalar):
-        yield node
-    else:
-        for below in node.nodes if isinstance(node, Items) else node.entries.values():
-            yield from leaves(below)
 
 
 def _from_own_folder(node: Node, by_folder: Mapping[Path, Any]) -> Any:
@@ -119,14 +118,14 @@ def _from_own_folder(node: Node, by_folder: Mapping[Path, Any]) -> Any:
     return by_folder[next((leaf.place.folder for leaf in leaves(node)), node.place.folder)]
 
 
-def _validated(model: type[Model], node: Table, folder: Path) -> Model:
+def _validated(model: type[Model], node: Table, context: Mapping[str, Any]) -> Model:
     raw = plain(node)
     try:
-        return model.model_validate(raw, context={"base": folder})
+        return model.model_validate(raw, context=context)
     except ValidationError as error:
         if not sum(_literal(detail, node, raw) for detail in error.errors(include_url=False)):
             raise
-    return model.model_validate(raw, context={"base": folder})
+    return model.model_validate(raw, context=context)
 
 
 def _literal(detail: ErrorDetails, node: Table, raw: Any) -> bool:
@@ -173,8 +172,10 @@ def _report(
     together: dict[Steps, list[ErrorDetails]] = {}
     for fault in faults:
         full = (*path, *fault.taken)
-        deeper = any(f.in_union and f.taken[: len(fault.taken)] == fault.taken != f.taken for f in faults)
-        if found.broken(full) or (fault.in_union and deeper):
+        # Of a union, what is told of the branch that somebody meant is what lies deepest.
+        if found.broken(full) or (
+            fault.in_union and any(f.in_union and f.taken[: len(fault.taken)] == fault.taken != f.taken for f in faults)
+        ):
             continue
         if fault.detail["type"] == "missing":
             name = str(fault.detail["loc"][-1])
@@ -271,5 +272,5 @@ def _where_to(model: type[BaseModel], above: Steps, name: str, elsewhere: Callab
     if above and name in fields_of(model):
         hints.append(f"it belongs one level up, beside {above[0]!r}")
     hints.append(elsewhere(name))
-    known = ", ".join(fields_of(here)) or "none"
-    return "; ".join(filter(None, hints)) or f"options here: {known}"
+    known = ", ".join(fields_of(here)) or ("" if above else "none")
+    return "; ".join(filter(None, hints)) or (f"options here: {known}" if known else "see `flowdflash stages`")

@@ -13,9 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowdflash.config.document import parse, read
-from flowdflash.config.tree import Items, Node, Place, Scalar, Table, child, shown, unusable
+from flowdflash.config.document import MAX_NODES, parse, read
+from flowdflash.config.tree import MAX_DEPTH, Items, Node, Place, Scalar, Table, child, leaves, shown, unusable
 from flowdflash.errors import PipelineInvalid, Problem
+from flowdflash.secrets import MIN_CHARS, is_secret
+from flowdflash.stage import path_from
+
+MAX_FILES = 8
+"""Most files that one pipeline is put together from."""
 
 
 def near(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -30,9 +35,9 @@ def with_bases(top: Table, problems: list[Problem], origin: Path | None = None) 
     Mappings are merged, everything else is replaced; every value keeps the place where it was written.
 
     Raises:
-        PipelineInvalid: a base cannot be read, or a file extends itself.
+        PipelineInvalid: a base cannot be read, a file extends itself, or there are too many.
     """
-    layers = [top]
+    layers, values = [top], sum(1 for _ in leaves(top))
     seen: dict[Path, str] = {origin.resolve(): str(origin)} if origin else {}
     while (node := layers[-1].entries.get("extends")) is not None:
         layers[-1] = layers[-1].without("extends")
@@ -43,6 +48,10 @@ def with_bases(top: Table, problems: list[Problem], origin: Path | None = None) 
             raise PipelineInvalid([*problems, fault])
         seen[path] = str(named)
         layers.append(read(named, problems))
+        values += sum(1 for _ in leaves(layers[-1]))
+        if len(layers) > MAX_FILES or values > MAX_NODES:
+            what = f"more than {MAX_FILES} files, or {MAX_NODES} values in them, extend one another"
+            raise PipelineInvalid([*problems, node.place.problem(what, ("extends",))])
     merged = layers.pop()
     while layers:
         merged = _merged(merged, layers.pop())
@@ -55,18 +64,15 @@ def _base(node: Node, problems: list[Problem]) -> tuple[Path, Path]:
         hint = "one base only; a base may extend another" if isinstance(node, Items) else ""
         fault = node.place.problem("extends takes the path of one pipeline file, written out", ("extends",), hint)
         raise PipelineInvalid([*problems, fault])
-    written = Path(node.text).expanduser()
-    path = (node.place.folder / written).resolve()
-    named = Path(os.path.normpath(Path(node.place.file).parent / written))
     try:
-        found = path.is_file()
-        named = named if found and named.exists() and named.samefile(path) else path
-    except OSError:
-        found = False
-    if not found:
-        fault = node.place.problem(f"cannot read the base {shown(node.text)}: no such file", ("extends",))
-        raise PipelineInvalid([*problems, fault])
-    return path, named
+        path = path_from(node.place.folder, node.text)
+        named = Path(os.path.normpath(Path(node.place.file).parent / node.text))
+        if path.is_file():
+            return path, named if named.exists() and named.samefile(path) else path
+    except (OSError, ValueError):
+        pass
+    fault = node.place.problem(f"cannot read the base {shown(node.text)}: no such file", ("extends",))
+    raise PipelineInvalid([*problems, fault])
 
 
 def _merged(base: Node, over: Node) -> Table:
@@ -105,6 +111,8 @@ def override(root: Table, settings: Sequence[str], problems: list[Problem]) -> T
 
 def _refusal(root: Table, steps: tuple[str, ...]) -> tuple[str, str] | None:
     """Why a place cannot be set, and a hint. A stage takes any key: its options are checked later, by its own type."""
+    if len(steps) > MAX_DEPTH:
+        return f"nested deeper than {MAX_DEPTH} levels", ""
     if steps[0] == "extends":
         return "extends cannot be overridden", "name another pipeline file instead"
     node: Node = root
@@ -227,6 +235,9 @@ class _Filling:
             return value or ""
 
         filled = _REFERENCE.sub(put_in, text)
+        if fault := unusable(filled):
+            self.problems.append(node.place.problem(f"filled in, the text holds {fault}", path))
+            self.failed.add(path)
         return node if path in self.failed else replace(node, text=filled)
 
     def _value(self, inside: str | None) -> tuple[str | None, str, str]:
@@ -247,6 +258,9 @@ class _Filling:
             return None, f"environment variable {found[1]} is not set", hint
         if fault := unusable(value):
             return None, f"environment variable {found[1]} holds {fault}", ""
+        if len(value) < MIN_CHARS and is_secret(found[1]):
+            text = f"environment variable {found[1]} is named like a secret, and too short to be kept out of logs"
+            return None, text, f"if it is none, give it another name; a secret has {MIN_CHARS} characters or more"
         return value, "", ""
 
     def _var(self, name: str) -> tuple[str | None, str, str]:

@@ -55,6 +55,13 @@ class PipelineSpec(StageConfig):
         "plan",
         description="plan: batches reach the drafter in planned order, whatever the timing; arrival: as ready.",
     )
+    stall_secs: float = Field(
+        300.0,
+        ge=0,
+        le=1e6,
+        description="When nothing has moved for so long, say where the run is stuck, with the stack of each thread; 0 "
+        "for never. It goes on waiting.",
+    )
     vars: dict[str, str] = Field({}, description="Values used as ${vars.name} anywhere below.")
     plugins: tuple[PipelinePath, ...] = Field((), description="Python files that supply stages; relative to this file.")
     extends: str = Field("", description="A pipeline file to start from; mappings are merged, the rest is replaced.")

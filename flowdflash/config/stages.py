@@ -33,7 +33,7 @@ def _stage(name: str, node: Node, found: Found, plugins: Plugins) -> Declared:
     if cls is None:
         return Declared(name, kind, type_, wires=wires)
     where_to = partial(elsewhere, root=found.root, plugins=plugins, here=name)
-    config = validate(cls.Config, node.without(*STAGE_KEYS), path, found, where_to)
+    config = validate(cls.Config, node.without(*STAGE_KEYS), path, found, where_to, plugins.registry)
     owner = next((r.owner for r in plugins.registry.types(kind) if r.cls is cls), "")
     return Declared(name, kind, type_, cls, config, wires, owner)
 

@@ -6,15 +6,20 @@ Every scalar stays text: what it means is decided later by the type that the opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flowdflash.errors import PipelineInvalid, Problem
+from flowdflash.secrets import hidden
 
 MAX_DEPTH = 24
 """Deepest nesting of a pipeline."""
+MAX_CHARS = 10_000
+"""Longest text in a pipeline."""
+MAX_PROBLEMS = 100
+"""More are not looked for: nobody reads them, and hostile files would have them by the thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class Place:
         severity: Literal["error", "warning"] = "error",
     ) -> Problem:
         """A problem at this place."""
-        return Problem(message, ".".join(map(str, path)), self.file, self.line, self.column, hint, severity)
+        where = ".".join(map(str, path))
+        return Problem(hidden(message), where, self.file, self.line, self.column, hidden(hint), severity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,17 @@ class Table:
 Node = Scalar | Items | Table
 
 
+class Problems(list[Problem]):
+    """The problems found so far; appending one too many raises ``PipelineInvalid`` with them all."""
+
+    def append(self, problem: Problem) -> None:
+        """Add one."""
+        super().append(problem)
+        if len(self) > MAX_PROBLEMS:
+            fault = Problem(f"more than {MAX_PROBLEMS} problems, no more are looked for", file=problem.file)
+            raise PipelineInvalid([*self, fault])
+
+
 def plain(node: Node) -> Any:
     """The tree as dicts, lists, texts and None."""
     if isinstance(node, Scalar):
@@ -91,6 +108,15 @@ def plain(node: Node) -> Any:
     if isinstance(node, Items):
         return [plain(item) for item in node.nodes]
     return {key: plain(value) for key, value in node.entries.items()}
+
+
+def leaves(node: Node) -> Iterator[Scalar]:
+    """Every leaf of a tree."""
+    if isinstance(node, Scalar):
+        yield node
+    else:
+        for below in node.nodes if isinstance(node, Items) else node.entries.values():
+            yield from leaves(below)
 
 
 def child(node: Node, step: str | int) -> Node | None:
@@ -129,7 +155,14 @@ def unusable(text: str) -> str:
     """What in a text no file name, log or report could carry; empty if nothing."""
     if "\0" in text:
         return "a NUL character"
+    if len(text) > MAX_CHARS:
+        return f"more than {MAX_CHARS:,} characters"
     return "half of a surrogate pair" if any("\ud800" <= ch <= "\udfff" for ch in text) else ""
+
+
+def usable(text: str) -> str:
+    """What is left of a text without that."""
+    return "".join(ch for ch in text[:MAX_CHARS] if not unusable(ch))
 
 
 def from_python(value: Any, origin: Place, problems: list[Problem], path: tuple[str, ...] = ()) -> Node:
@@ -155,5 +188,5 @@ def from_python(value: Any, origin: Place, problems: list[Problem], path: tuple[
     text = str(value)
     if fault := unusable(text):
         problems.append(origin.problem(f"the text holds {fault}", path))
-        text = "".join(ch for ch in text if not unusable(ch))
+        text = usable(text)
     return Scalar(text, origin)

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from flowdflash.graph import Graph
 
 
+SLOW_IMPORT_SECS = 3.0
+"""A plugin that takes longer to import delays every command, and a person is told which it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
     """What is known of one plugin.
@@ -132,11 +136,13 @@ class Plugins:
         problems: list[Problem] = []
         for impl in self.hook.flowdflash_check.get_hookimpls():
             try:
-                found = _call(impl, {"graph": graph}) or []
+                found = list(_call(impl, {"graph": graph}) or ())
                 if not all(isinstance(problem, Problem) for problem in found):
                     raise TypeError(f"it must return a list of Problem or None, it returned {found!r}")
                 problems += found
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 text = f"plugin {impl.plugin_name!r}: flowdflash_check failed: {_one_line(error)}"
                 problems.append(Problem(text, hint="correct or disable the plugin"))
         return problems
@@ -199,6 +205,9 @@ class Plugins:
             self._note(info, import_secs or time.perf_counter() - started, error=broken)
             return broken
         self._note(info, import_secs, plugin=plugin)
+        if import_secs > SLOW_IMPORT_SECS:
+            took = f"took {import_secs:.1f} s to import; --disable-plugin {info.name} leaves it out"
+            self.warnings.append(f"{info.name!r} ({info.origin}) {took}")
         return None
 
     def _note(

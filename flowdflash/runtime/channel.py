@@ -5,7 +5,8 @@ Waiting is done on condition variables, never by polling. A channel ends in one 
 * ``finish``: a producer has no more items; when all have said so, readers drain what is left and then get ``END``;
 * ``cancel``: the reader wants no more; ``put`` answers False from then on, so that producers can stop;
 * ``interrupt``: the reader stops waiting; it still gets what is there, then ``END``;
-* ``abort``: something failed; both sides raise ``ChannelAborted``, so that a failure never looks like end of data.
+* ``abort``: something failed; both sides raise ``ChannelAborted``, so that a failure never looks like end of data. With
+  ``drain`` the reader first gets what is there.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Channel(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._producers = producers
         self._error: BaseException | None = None
-        self._cancelled = self._interrupted = False
+        self._cancelled = self._interrupted = self._draining = False
         self._depth = self._bytes = self._high_water = self._high_water_bytes = 0
         self._put = self._got = self._discarded = 0
         self._put_wait_secs = self._get_wait_secs = 0.0
@@ -135,7 +136,7 @@ class Channel(Generic[T]):
                 while not (self._has_next() or self._over()):
                     self._ready.wait()
                 self._get_wait_secs += time.monotonic() - begin
-            if self._error is not None:
+            if self._error is not None and not (self._draining and self._has_next()):
                 raise ChannelAborted(self._error)
             if not self._has_next():
                 self._check_gap()
@@ -168,12 +169,16 @@ class Channel(Generic[T]):
             self._interrupted = True
             self._ready.notify_all()
 
-    def abort(self, error: BaseException) -> None:
-        """Something failed: wake both sides with it. The first error is kept."""
+    def abort(self, error: BaseException, *, drain: bool = False) -> None:
+        """Something failed: wake both sides. The first error is kept; ``drain`` leaves the reader what waits."""
         with self._ready:
             if self._error is None:
                 self._error = error
-            self._drop()
+            self._draining = drain
+            if drain:
+                self._wake()
+            else:
+                self._drop()
 
     @property
     def exhausted(self) -> bool:
@@ -215,6 +220,9 @@ class Channel(Generic[T]):
         self._discarded += self._depth
         self._depth = self._bytes = 0
         self._clear()
+        self._wake()
+
+    def _wake(self) -> None:
         self._ready.notify_all()
         self._room.notify_all()
 

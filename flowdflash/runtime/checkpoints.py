@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from flowdflash.errors import ModelInvalid
@@ -128,18 +128,17 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _damage_of_file(folder: Path, name: str, expected: Any) -> str:
-    place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts:
-        return f"{MANIFEST} lists {name!r}, which is outside the checkpoint"
-    path = folder / place
-    if not path.is_file():
-        return f"{name} is missing"
+    path = folder / name
     try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return f"{MANIFEST} lists {name!r}, which is outside the checkpoint"
+        if not path.is_file():
+            return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 return f"{name} is not what was written (its sha256 differs)"
-    except (OSError, KeyError, TypeError) as error:
-        return f"{name} cannot be checked: {error!r}"
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        return f"{name!r} cannot be checked: {error!r}"
     return ""

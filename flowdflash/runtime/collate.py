@@ -1,4 +1,4 @@
-"""From a planned batch to padded arrays of tokens."""
+"""From a planned batch to arrays of tokens, padded or packed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ FetchRow = Callable[[int], Mapping[str, Any] | None]
 def collate(
     info: BatchInfo, fetch: Fetch, *, source: str, pad_id: int = 0, fetch_row: FetchRow | None = None
 ) -> TokenBatch:
-    """Fetch the samples of a batch and pad them on the right to the longest; their rows too, where they are wanted.
+    """Fetch the samples of a batch; their rows too, where they are wanted.
+
+    Samples are padded on the right to the longest; those of a packed batch are put end to end in one row.
 
     Raises:
         StageFailed: the source cannot give a sample, or gives another one than it announced; names source and sample.
     """
-    width = max(info.lengths)
-    input_ids = np.full((info.samples, width), pad_id, dtype=np.int64)
-    loss_mask = np.zeros((info.samples, width), dtype=np.bool_)
+    shape = (1, sum(info.lengths)) if info.packed else (info.samples, max(info.lengths))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    loss_mask = np.zeros(shape, dtype=np.bool_)
     rows: list[Mapping[str, Any]] = []
-    for row, sample_id in enumerate(info.sample_ids):
+    for sample_id, place, length, supervised in zip(
+        info.sample_ids, info.places, info.lengths, info.supervised, strict=True
+    ):
         try:
-            ids, mask = _checked(fetch(sample_id), sample_id, info.lengths[row], info.supervised[row])
+            ids, mask = _checked(fetch(sample_id), sample_id, length, supervised)
             written = fetch_row(sample_id) if fetch_row is not None else None
         except BaseException as error:
             raise StageFailed(source, error, batch=info.seq, sample_ids=(sample_id,)) from error
-        input_ids[row, : len(ids)] = ids
-        loss_mask[row, : len(ids)] = mask
+        input_ids[place], loss_mask[place] = ids, mask
         if written is not None:
             rows.append(written)
     # A batch has a row for every sample or none at all: a reader pairs them by place.

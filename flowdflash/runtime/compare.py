@@ -13,7 +13,7 @@ from flowdflash.errors import FlowdflashError
 from flowdflash.journal import entries
 from flowdflash.runtime.checkpoints import damage, load_checkpoint, saved_checkpoints
 
-MEASURED = frozenset({"step_secs", "checkpoint_pause_secs", "waits_secs", "secs", "plain_secs"})
+MEASURED = frozenset({"step_secs", "checkpoint_pause_secs", "waits_secs", "secs", "plain_secs", "speedup"})
 """Entries that are measured with a clock, and so are never the same twice."""
 
 

@@ -48,6 +48,7 @@ class Dispatch:
         self._outstanding = [0] * replicas
         self._cost = [0.0] * replicas
         self._dispatched = [0] * replicas
+        self._settled = 0
         self._cancelled = False
         self._error: BaseException | None = None
 
@@ -66,6 +67,7 @@ class Dispatch:
         """A replica has finished with a batch."""
         with self._changed:
             self._outstanding[replica] -= 1
+            self._settled += 1
             # Sums of floats do not return to exactly zero by themselves.
             self._cost[replica] = self._cost[replica] - info.cost if self._outstanding[replica] else 0.0
             self._changed.notify_all()
@@ -94,33 +96,36 @@ class Dispatch:
     def _route(self, info: BatchInfo) -> Routed | Literal[End.END]:
         begin, blocked = time.monotonic(), False
         chosen: int | None = None
-        with self._changed:
-            while True:
+        asked_at = -1
+        while True:
+            with self._changed:
                 if self._error is not None:
                     raise ChannelAborted(self._error)
                 if self._cancelled:
                     return END
-                if chosen is None:
-                    chosen = self._ask(info)
                 if chosen is not None and self._outstanding[chosen] < self._capacity:
-                    break
-                blocked = True
-                self._changed.wait()
-            ticket = self._dispatched[chosen]
-            self._dispatched[chosen] += 1
-            self._outstanding[chosen] += 1
-            self._cost[chosen] += info.cost
-        return Routed(info, chosen, ticket, time.monotonic() - begin if blocked else 0.0)
+                    ticket = self._dispatched[chosen]
+                    self._dispatched[chosen] += 1
+                    self._outstanding[chosen] += 1
+                    self._cost[chosen] += info.cost
+                    return Routed(info, chosen, ticket, time.monotonic() - begin if blocked else 0.0)
+                if chosen is not None or asked_at == self._settled:
+                    blocked = True
+                    self._changed.wait()
+                    continue
+                loads, asked_at = self._loads(), self._settled
+            # Without that lock: a policy that blocks must not keep the run from being stopped.
+            chosen = self._ask(info, loads)
 
-    def _ask(self, info: BatchInfo) -> int | None:
+    def _ask(self, info: BatchInfo, loads: tuple[ReplicaLoad, ...]) -> int | None:
         try:
-            answer = self._policy.route(self._loads(), info)
+            answer = self._policy.route(loads, info)
             if answer is not None:
                 chosen = operator.index(answer)
-                if not 0 <= chosen < len(self._outstanding):
-                    raise self._broken(f"route() named replica {chosen} of {len(self._outstanding)}")
+                if not 0 <= chosen < len(loads):
+                    raise self._broken(f"route() named replica {chosen} of {len(loads)}")
                 return chosen
-            if not any(self._outstanding):
+            if not any(load.outstanding for load in loads):
                 raise self._broken("route() returned None though every replica is idle; no load would ever change")
             return None
         except BaseException as error:

@@ -14,22 +14,30 @@ from flowdflash.cache import cache_dir as user_cache_dir
 from flowdflash.errors import StageFailed
 from flowdflash.graph import Graph, Node
 from flowdflash.runtime.channel import ChannelAborted
+from flowdflash.runtime.draft_shape import DraftShape
+from flowdflash.runtime.ledger import Ledger
 from flowdflash.runtime.observers import Notifier, Observers
 from flowdflash.runtime.outcome import RunOutcome, build_outcome, check_books, summary_name
 from flowdflash.runtime.plan import window_of
 from flowdflash.runtime.planner import Plan, blamed_on, plan_epochs, summarise
-from flowdflash.runtime.resume import Resume, keep_plan, restore_planning
+from flowdflash.runtime.probe import measured
+from flowdflash.runtime.resume import Resume, keep_plan, made_from, restore_planning
 from flowdflash.runtime.rundir import RunDir
 from flowdflash.runtime.stop import StopRequest
+from flowdflash.runtime.watchdog import Watchdog
 from flowdflash.runtime.wiring import PLANNING, Wiring, replicas_of
 from flowdflash.runtime.worker import Opening, Phase, Reply, Worker, pump
-from flowdflash.runtime.works import DraftWork
+from flowdflash.runtime.works import DraftWork, SinkWork
 from flowdflash.stage import OpenContext, PlanSummary, Report, Vocabulary
 
 __all__ = ["GRACE_SECS", "RunOutcome", "StopRequest", "execute"]
 
 GRACE_SECS = 3.0
 """How long a thread may go on after a failure, or a feeding thread after everything else has ended."""
+
+
+SAVE_GRACE_SECS = 60.0
+"""How long a thread that is writing a checkpoint may go on after that."""
 
 
 class Runnable(Protocol):
@@ -46,6 +54,10 @@ class Runnable(Protocol):
     @property
     def ordering(self) -> str:
         """``plan`` or ``arrival``."""
+
+    @property
+    def stall_secs(self) -> float:
+        """How long nothing may move before a person is told; 0 for ever."""
 
     @property
     def name(self) -> str:
@@ -119,6 +131,7 @@ class _Execution:
             observers=self._observers,
             resume=resume,
         )
+        self._watchdog = Watchdog(self._wiring, report, pipeline.stall_secs)
         self._plan: Plan | None = None
         self._vocabulary: Vocabulary | None = None
         self._summaries: dict[str, Mapping[str, Any]] = {}
@@ -126,6 +139,7 @@ class _Execution:
         self._running: set[Worker] = set()
         self._phase: Phase = "open"
         self._deadline: float | None = None
+        self._prolonged = False
         self._started = False
         self._run_secs = 0.0
 
@@ -136,6 +150,7 @@ class _Execution:
         try:
             try:
                 self._open_all(on_plan)
+                self._leave_out_done()
                 if not self._halted:
                     self._started = True
                     self._observers.tell("flowdflash_run_started", run=self._run_dir)
@@ -177,6 +192,8 @@ class _Execution:
                 self._vocabulary = stages.source.vocabulary()
             if self._resume is not None:
                 restore_planning(stages, self._run_dir.path)
+            if stages.shape is not None and stages.shape.measured:
+                self._wiring.planner.shape = self._measured(stages.shape)
             if not stages.source.streaming:
                 self._plan = plan_epochs(planner)
                 self._wiring.plan = summarise(self._plan)
@@ -184,6 +201,12 @@ class _Execution:
             keep_plan(stages, self._plan, self._run_dir.path, consumed)
 
         self._do([worker], "plan", plan)
+
+    def _measured(self, shape: DraftShape) -> DraftShape:
+        ctx = OpenContext("", self._run_dir.path, self._cache_dir, seed=self._pipeline.seed, report=self._report)
+        (drafter, *_) = self._wiring.graph.of_kind("drafter")
+        with blamed_on(drafter.name):
+            return measured(self._wiring.graph, shape, self._vocabulary, ctx)
 
     def _openings(self, worker: Worker) -> list[Opening]:
         graph, replica = self._wiring.graph, worker.work.replica
@@ -204,9 +227,26 @@ class _Execution:
                 checkpoint_due=partial(self._wiring.checkpoint_due, name),
                 waits=self._wiring.waits,
                 resumed_at_step=self._resume.step if self._resume else None,
+                stopping=lambda: self._stop.requested,
+                made_from=self._made_from(node),
             )
             openings.append(Opening(stage, context))
         return openings
+
+    def _made_from(self, node: Node) -> Mapping[str, Any]:
+        if node.kind != "sink" or self._wiring.graph.of_kind("drafter"):
+            return {}
+        return made_from(self._wiring.graph, node, self._pipeline.seed, self._run_dir.path)
+
+    def _leave_out_done(self) -> None:
+        """Without a drafter, what all sinks have from an earlier run is not run again."""
+        sinks = {worker: worker.work for worker in self._wiring.workers if isinstance(worker.work, SinkWork)}
+        if self._halted or not sinks or self._wiring.graph.of_kind("drafter"):
+            return
+        done: list[set[int]] = []
+        self._do(list(sinks), "open", lambda worker: done.append(set(sinks[worker].batches_done)))
+        if not self._halted:
+            self._wiring.leave_out(Ledger.of(set.intersection(*done)))
 
     def _summary(self, node: Node) -> PlanSummary:
         if self._plan is None:
@@ -216,6 +256,7 @@ class _Execution:
 
     def _run_all(self) -> None:
         begin = time.monotonic()
+        self._watchdog.start()
         try:
             self._do(self._wiring.workers, "run", lambda worker: pump(worker.work))
         finally:
@@ -256,12 +297,14 @@ class _Execution:
     def _wait(self) -> None:
         while self._running:
             self._adjust()
+            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            quiet = self._watchdog.look() if self._phase == "run" else None
             try:
-                left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-                reply = self._replies.get(timeout=left)
+                reply = self._replies.get(timeout=min((t for t in (left, quiet) if t is not None), default=None))
             except Empty:
-                self._abandon()
-                return
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self._abandon()
+                continue
             if reply is None:
                 continue
             self._running.discard(reply.worker)
@@ -289,17 +332,25 @@ class _Execution:
             self._limit()
 
     def _limit(self) -> None:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._grace_secs
+        latest = time.monotonic() + self._grace_secs
+        if self._deadline is None or self._stop.urgent:
+            self._deadline = latest if self._deadline is None else min(self._deadline, latest)
 
     def _abandon(self) -> None:
-        for worker in self._running:
+        """Leave threads behind that are stuck. A checkpoint that is being written is worth waiting longer for, once."""
+        saving: set[Worker] = set()
+        if not (self._prolonged or self._stop.urgent):
+            saving = {worker for worker in self._running if isinstance(worker.work, SinkWork) and worker.work.saving}
+        for worker in self._running - saving:
             self._abandoned.append(worker)
             self._report.warn(
                 f"thread {worker.name} is stuck in a call that cannot be interrupted; it was left behind, "
                 "and its stage is closed when the call returns"
             )
-        self._running = set()
+        if saving:
+            self._report.warn("a checkpoint is still being written; waiting for it (Ctrl-C twice leaves it)")
+        self._running, self._prolonged = saving, True
+        self._deadline = time.monotonic() + SAVE_GRACE_SECS
 
     @property
     def _unfinished(self) -> bool:

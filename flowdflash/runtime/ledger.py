@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from flowdflash.errors import ModelInvalid
@@ -36,6 +37,13 @@ class Ledger:
         if ledger.prefix < 0 or list(ledger.extras) != sorted({seq for seq in ledger.extras if seq > ledger.prefix}):
             raise ModelInvalid(f"the checkpoint's ledger of consumed batches is no such thing: {dict(raw)}")
         return ledger
+
+    @classmethod
+    def of(cls, seqs: Iterable[int]) -> Ledger:
+        """The ledger of these batches."""
+        done = set(seqs)
+        prefix = next(seq for seq in count() if seq not in done)
+        return cls(prefix, tuple(sorted(seq for seq in done if seq > prefix)))
 
     def __contains__(self, seq: int) -> bool:
         place = bisect_left(self.extras, seq)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from flowdflash.runtime.channel import ChannelStats
+
+State = Literal["at work", "waiting for input", "waiting for its turn", "blocked on output", "done"]
 
 
 @dataclass(slots=True)
@@ -17,6 +20,8 @@ class WorkerMeter:
         taken: items taken in.
         passed: of these, items that were passed on, or used up by a stage that ends a branch.
         dropped: of these, items that were not, by reason.
+        state: what the thread is at.
+        moved_at: when it last took an item, made an output or passed one on.
     """
 
     busy_secs: float = 0.0
@@ -25,6 +30,8 @@ class WorkerMeter:
     taken: int = 0
     passed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    state: State = "at work"
+    moved_at: float = 0.0
 
     def drop(self, reason: str, count: int = 1) -> None:
         """Count items that are not passed on."""

@@ -37,6 +37,7 @@ class Tally:
         self.steps = self.batches = self.samples = self.tokens = 0
         self.batches_per_bucket: dict[str, int] = {}
         self.last_record: StepRecord | None = None
+        self.order_distance = 0
 
     def add_batch(self, info: BatchInfo) -> int:
         """One batch of a pipeline without a drafter; how many there have been."""
@@ -49,6 +50,7 @@ class Tally:
         with self._lock:
             self._count(record.samples, record.tokens, dict(record.buckets))
             self.steps, self.last_record = record.step, record
+            self.order_distance = max(self.order_distance, record.order_distance)
 
     def _count(self, samples: int, tokens: int, buckets: dict[str, int]) -> None:
         self.samples += samples

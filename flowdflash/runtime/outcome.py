@@ -25,6 +25,7 @@ class RunOutcome:
         resumed_at_step: where the run was taken up; what follows counts from there. None of a run from its beginning.
         batches, samples, tokens: worked off.
         batches_per_bucket: by bucket id, as text.
+        order_distance: most places by which a batch was trained on before or after its place in the plan.
         dropped: samples that were in no batch, by reason.
         wall_secs: from the first stage's opening to the last one's closing.
         run_secs: of these, the time in which batches flowed; what a stage's busy share is of.
@@ -44,6 +45,7 @@ class RunOutcome:
     samples: int = 0
     tokens: int = 0
     batches_per_bucket: Mapping[str, int] = field(default_factory=dict)
+    order_distance: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     wall_secs: float = 0.0
     run_secs: float = 0.0
@@ -86,6 +88,7 @@ def build_outcome(
         samples=tally.samples,
         tokens=tally.tokens,
         batches_per_bucket=dict(sorted(tally.batches_per_bucket.items(), key=lambda entry: int(entry[0]))),
+        order_distance=tally.order_distance,
         dropped=dict(wiring.planner.dropped),
         wall_secs=wall_secs,
         run_secs=run_secs,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flowdflash.errors import PipelineInvalid, Problem, StageFailed
 from flowdflash.graph import Graph, Node
+from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.planner import Plan, PlanNames, Planner, plan_epochs
 from flowdflash.stage import Bucketer, Interleaver, OpenContext, Report, SilentReport, Source, Stage
@@ -22,6 +23,7 @@ class PlanStages:
     bucketer: Bucketer
     interleaver: Interleaver | None
     names: PlanNames
+    shape: DraftShape | None = None
 
     @classmethod
     def build(cls, graph: Graph) -> PlanStages:
@@ -44,7 +46,7 @@ class PlanStages:
         source, bucketer, interleaver = built
         assert isinstance(source, Source) and isinstance(bucketer, Bucketer)
         assert interleaver is None or isinstance(interleaver, Interleaver)
-        return cls(source, bucketer, interleaver, names)
+        return cls(source, bucketer, interleaver, names, DraftShape.of(graph))
 
     def stages(self) -> tuple[tuple[str, Stage], ...]:
         """Names and stages, upstream first."""
@@ -53,7 +55,8 @@ class PlanStages:
 
     def planner(self, seed: int, window: int, skip: Ledger = NOTHING) -> Planner:
         """A planner over these stages."""
-        return Planner(self.source, self.bucketer, self.interleaver, self.names, seed=seed, window=window, skip=skip)
+        stages = self.source, self.bucketer, self.interleaver
+        return Planner(*stages, self.names, seed=seed, window=window, skip=skip, shape=self.shape)
 
 
 def build(node: Node) -> Stage:

@@ -140,8 +140,8 @@ def joined(blocks: Sequence[PlanBlock]) -> tuple[BatchTable, IntArray]:
         orders.append(block.order + rows)
         base, rows = base + len(table.samples), rows + len(table)
     join = np.concatenate
-    whole = BatchTable.build(samples, groups, join([t.bucket for t in tables]), join([t.cost for t in tables]))
-    return whole, join(orders)
+    bucket, cost = join([t.bucket for t in tables]), join([t.cost for t in tables])
+    return BatchTable.build(samples, groups, bucket, cost, packed=any(t.packed for t in tables)), join(orders)
 
 
 class _Replay(Source):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flowdflash.graph import Graph
 from flowdflash.items import BatchTable, FloatArray, IntArray
+from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.order_metrics import measure, noise_ratio, tail_share
 from flowdflash.runtime.plan_compare import StrategyPlan
 
@@ -30,38 +29,6 @@ OF_BUCKETS = (
     "tail_gap",
 )
 """Figures that say nothing of batches without buckets."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """What a drafter says of its loss terms: anchors per sample, and slots per block."""
-
-    num_anchors: int
-    block_size: int
-
-    @classmethod
-    def of(cls, graph: Graph) -> DraftShape | None:
-        """Of the first drafter; None if there is none or it does not say."""
-        for node in graph.of_kind("drafter"):
-            told = graph.returned.get(node.name, {})
-            if {"num_anchors", "block_size"} <= set(told):
-                return cls(int(told["num_anchors"]), int(told["block_size"]))
-        return None
-
-    def anchors(self, supervised: IntArray) -> IntArray:
-        """``[n]`` anchors drawn from samples with so many supervised tokens in one stretch."""
-        return np.minimum(np.maximum(supervised - 1, 0), self.num_anchors)
-
-    def terms(self, supervised: IntArray) -> FloatArray:
-        """``[n]`` loss terms to expect, where the supervised tokens of a sample are one stretch; else there are fewer.
-
-        Of the m places that an anchor may have, all but the last few have ``block_size - 1`` tokens after them.
-        """
-        places, slots = np.maximum(supervised - 1, 0).astype(np.float64), self.block_size - 1
-        short = np.minimum(places, slots)
-        every = (places - short) * slots + short * (short + 1) / 2
-        drawn: FloatArray = every * self.anchors(supervised) / np.maximum(places, 1)
-        return drawn
 
 
 def figures(plan: StrategyPlan, window: int, shape: DraftShape | None) -> dict[str, Any]:
@@ -97,7 +64,7 @@ def figures(plan: StrategyPlan, window: int, shape: DraftShape | None) -> dict[s
     }
     terms = None
     if shape is not None:
-        terms = per_batch(table, shape.terms(table.samples.supervised))
+        terms = shape.terms(table)
         result["terms_per_step"] = spread(per_window(terms[order], window))
         result["terms_cv"] = _variation(terms[order], window)
     result["buckets"] = bucket_rows(table, terms)
@@ -132,13 +99,6 @@ def bucket_rows(table: BatchTable, terms: FloatArray | None = None) -> list[dict
             row["term_share"] = float(terms[of].sum() / terms.sum()) if terms.sum() else 0.0
         rows.append(row)
     return rows
-
-
-def per_batch(table: BatchTable, values: FloatArray) -> FloatArray:
-    """``[B]`` sum over the samples of each batch of a value per sample."""
-    if not len(table):
-        return np.zeros(0)
-    return np.asarray(np.add.reduceat(values[table.members], table.offsets[:-1]), dtype=np.float64)
 
 
 def per_window(values: IntArray | FloatArray, window: int) -> FloatArray:

@@ -39,7 +39,7 @@ class EpochPlan:
     Attributes:
         epoch: 0-based epoch.
         buckets, samples, tokens, padded_tokens, max_length: ``[B]`` one entry per batch.
-        mean_length, cost: ``[B]`` floats, one entry per batch.
+        mean_length: ``[B]`` float, one entry per batch.
         dropped: samples that are in no batch, by reason.
     """
 
@@ -50,7 +50,6 @@ class EpochPlan:
     padded_tokens: IntArray
     max_length: IntArray
     mean_length: FloatArray
-    cost: FloatArray
     dropped: Mapping[str, int]
 
     def __len__(self) -> int:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flowdflash.errors import DataInvalid, StageFailed
-from flowdflash.items import BatchInfo, BatchTable, IntArray, SampleTable, batch_info
+from flowdflash.items import BatchInfo, BatchTable, IntArray, SampleTable, batch_info, read_only
 from flowdflash.runtime.contracts import check_coverage, check_order, check_table
+from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.plan_tables import BucketRow, EpochPlan, Plan
 from flowdflash.stage import Bucketer, History, Interleaver, PlanSummary, Source, Vocabulary
@@ -71,7 +72,9 @@ class Planner:
         samples_planned: of these, samples that went into batches.
         dropped: samples that no batch holds, by reason.
         batches_planned: batches given so far.
-        batches_skipped: batches left out, because a run that this one continues has trained on them.
+        shape: of the draft; gives the second term of each batch's cost.
+        skip: batches to leave out, because a run that this one continues has consumed them.
+        batches_skipped: batches left out so far.
         finished: the plan has been given to its end.
     """
 
@@ -85,9 +88,10 @@ class Planner:
         seed: int,
         window: int = 1,
         skip: Ledger = NOTHING,
+        shape: DraftShape | None = None,
     ) -> None:
         self._source, self._bucketer, self._interleaver = source, bucketer, interleaver
-        self._names, self._seed, self._window, self._skip = names, seed, max(window, 1), skip
+        self._names, self._seed, self._window, self.skip, self.shape = names, seed, max(window, 1), skip, shape
         self.samples_taken = self.samples_planned = self.batches_planned = self.batches_skipped = 0
         self.dropped: dict[str, int] = {}
         self.finished = False
@@ -104,14 +108,16 @@ class Planner:
             StageFailed: a stage raised or broke its contract, or the whole run has not one batch.
         """
         leftover: SampleTable | None = None
-        ordered: list[IntArray] = []
+        ordered = np.zeros(0, np.int64)
         number, total = 0, 0
         for samples in self._tables():
             self.samples_taken += len(samples)
-            pool = leftover.joined(samples) if leftover is not None else samples
+            pool = read_only(leftover.joined(samples) if leftover is not None else samples)
             batches, leftover = self._batches(pool, number)
             order = self._order(batches, ordered, number)
-            ordered.append(batches.bucket[order])
+            if len(order) and not samples.last:
+                ordered = np.concatenate([ordered, batches.bucket[order]])
+                ordered.flags.writeable = False
             self.samples_planned += len(batches.members)
             total += len(batches)
             dropped = {}
@@ -122,7 +128,7 @@ class Planner:
             yield PlanBlock(batches, order, number, dropped, samples.last)
             number += 1
             if samples.last:
-                leftover, ordered, number = None, [], 0
+                leftover, ordered, number = None, ordered[:0], 0
         if total == 0:
             raise self._nothing()
         self.finished = True
@@ -147,7 +153,7 @@ class Planner:
 
     def _header(self, held: tuple[BatchTable, int, int, int], *, last: bool) -> Iterator[BatchInfo]:
         table, row, seq, index = held
-        if seq in self._skip:
+        if seq in self.skip:
             self.batches_skipped += 1
             return
         self.batches_planned += 1
@@ -166,6 +172,8 @@ class Planner:
                     check_table(table, unfinished, kind, name)
             if table is None:
                 break
+            if self.shape is not None:
+                table = replace(table, anchor_cost=self.shape.anchor_cost(table))
             yield table
             unfinished = None if table.last else table
         if unfinished is not None:
@@ -178,14 +186,14 @@ class Planner:
         with blamed_on(name):
             batches, leftover = self._bucketer.batches(pool, self._rng(pool.epoch, number, name))
             check_coverage(pool, batches, leftover, type(self._bucketer).type, name)
-        return batches, leftover
+        return read_only(batches), leftover
 
-    def _order(self, batches: BatchTable, ordered: list[IntArray], number: int) -> IntArray:
+    def _order(self, batches: BatchTable, ordered: IntArray, number: int) -> IntArray:
         if self._interleaver is None:
             return np.arange(len(batches), dtype=np.int64)
         name = self._names.interleaver
         with blamed_on(name):
-            history = History(self._window, np.concatenate([np.zeros(0, np.int64), *ordered]))
+            history = History(self._window, ordered)
             indices = self._interleaver.order(batches, history, self._rng(batches.samples.epoch, number, name))
             # One more than allowed is enough to catch a generator that never ends.
             taken = list(itertools.islice(iter(indices), len(batches) + 1))
@@ -254,6 +262,7 @@ def summarise(plan: Plan, window: int = 0, vocabulary: Vocabulary | None = None)
         samples_per_epoch=int(first.samples.sum()),
         tokens_per_epoch=int(first.tokens.sum()),
         vocabulary=vocabulary,
+        bucket_shares={str(row.bucket): row.batch_share for row in plan.bucket_rows()},
     )
 
 
@@ -267,6 +276,5 @@ def _epoch(blocks: Sequence[PlanBlock]) -> EpochPlan:
         padded_tokens=np.concatenate([table.padded_tokens[order] for table, order in tables]),
         max_length=np.concatenate([table.max_length[order] for table, order in tables]),
         mean_length=np.concatenate([table.mean_length[order] for table, order in tables]),
-        cost=np.concatenate([table.cost[order] for table, order in tables]),
         dropped={reason: count for block in blocks for reason, count in block.dropped.items()},
     )

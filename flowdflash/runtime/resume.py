@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from flowdflash.errors import DataInvalid
+from flowdflash.graph import Graph, Node
 from flowdflash.items import Checkpoint, StepRecord
 from flowdflash.runtime.checkpoints import FOLDER, Saved, damage, ledger_of, load_checkpoint, run_of, saved_checkpoints
 from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.outlets import Outlet, put_to
 from flowdflash.runtime.plan import PlanStages
 from flowdflash.runtime.planner import Plan, blamed_on
-from flowdflash.runtime.rundir import RunDir, write_atomically
+from flowdflash.runtime.rundir import RunDir, writable, write_atomically
 from flowdflash.stage import Drafter, Report
 
 PLAN_NAME = "plan.json"
@@ -121,6 +124,21 @@ def keep_plan(stages: PlanStages, plan: Plan | None, run_dir: Path, ledger: Ledg
         states = {name: dict(stage.state()) for name, stage in stages.stages()}
         record = {"batches": plan.batches if plan else 0, "sha256": plan.sha256 if plan else "", "states": states}
         write_atomically(run_dir / PLAN_NAME, json.dumps(record, indent=2) + "\n")
+
+
+def made_from(graph: Graph, node: Node, seed: int, run_dir: Path) -> Mapping[str, Any]:
+    """What decides the batches that a sink reads where nothing is trained; empty of a streaming source."""
+    record = _plan_record(run_dir) or {}
+    if not record.get("sha256"):
+        return {}
+    makers = [graph.nodes[edge.source] for edge in node.inputs]
+    options = {
+        maker.name: {"type": maker.type, **maker.config.model_dump(mode="json", exclude=set(maker.cls.safe_to_change))}
+        for maker in makers
+        if isinstance(maker.config, BaseModel)
+    }
+    told = {"plan": record["sha256"], "data": record["states"], "seed": seed, "stages": options}
+    return {key: writable(value) for key, value in told.items()}
 
 
 def _plan_record(run_dir: Path) -> Mapping[str, Any] | None:

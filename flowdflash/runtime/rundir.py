@@ -19,6 +19,7 @@ from typing import Any
 import filelock
 
 from flowdflash.errors import FlowdflashError
+from flowdflash.secrets import hidden
 
 LOCK_NAME = ".lock"
 PACKAGES = ("flowdflash", "torch", "transformers", "numpy", "safetensors")
@@ -219,16 +220,18 @@ def _version(package: str) -> str:
 
 
 def _json(record: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(record), indent=2, default=_plain, allow_nan=False) + "\n"
+    return json.dumps(writable(record), indent=2, default=_plain, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
-    """The same with numbers that JSON does not know as text."""
+def writable(value: Any) -> Any:
+    """The same with numbers that JSON does not know as text, and without secrets."""
+    if isinstance(value, str):
+        return hidden(value)
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {str(key): writable(entry) for key, entry in value.items()}
+    return [writable(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from flowdflash.items import BatchInfo, Checkpoint, StepRecord
 from flowdflash.runtime.channel import Channel, OrderedChannel
 from flowdflash.runtime.collate import collate
 from flowdflash.runtime.dispatch import Dispatch
-from flowdflash.runtime.ledger import NOTHING
+from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.observers import Observers, Tally
 from flowdflash.runtime.outlets import Outlet
 from flowdflash.runtime.plan import PlanStages, build, plan_window, window_of
@@ -81,6 +81,10 @@ class Wiring:
         """Some sink wants a checkpoint of this drafter there."""
         return any(o.wants(step, reason) for o in self._outlets(name) if issubclass(Checkpoint, o.payload))
 
+    def leave_out(self, done: Ledger) -> None:
+        """Before the run: batches that need not be run again."""
+        self._ledger = self.planner.skip = done
+
     def waits(self) -> Mapping[str, float]:
         """Per edge, seconds that its readers have waited for input."""
         return {name: sum(c.stats().get_wait_secs for c in group) for name, group in self.channels.items()}
@@ -91,13 +95,14 @@ class Wiring:
             self.failures.append(failure)
             first = len(self.failures) == 1
         if first:
-            self.abort(failure)
+            self.abort(failure, drain=True)
 
-    def abort(self, error: BaseException) -> None:
-        """Wake every thread with an error."""
-        for group in self._inboxes.values():
+    def abort(self, error: BaseException, *, drain: bool = False) -> None:
+        """Wake every thread with an error; with ``drain``, sinks that keep things first write what they were given."""
+        for name, group in self._inboxes.items():
+            keeps = any(isinstance(stage, Sink) and stage.saves for stage in self._built[name])
             for channel in group:
-                channel.abort(error)
+                channel.abort(error, drain=drain and keeps)
         for dispatch in self._dispatches.values():
             dispatch.abort(error)
         self._turns.abort(error)
@@ -207,7 +212,15 @@ class Wiring:
             counted = None if self.graph.of_kind("drafter") else self._count_batch
             settled = self._dispatches[node.inputs[0].source].settle
             return ForwardWork(
-                name, replica, stage, inbox, self._outlets(name), settled, counted, self._ledger.place, self._turns
+                name,
+                replica,
+                stage,
+                inbox,
+                self._outlets(name),
+                settled,
+                counted,
+                lambda seq: self._ledger.place(seq),
+                self._turns,
             )
         if isinstance(stage, Drafter):
             return DraftWork(
@@ -219,10 +232,12 @@ class Wiring:
                 retire=lambda: self.retire(name),
                 recorded=lambda record: self._count_step(name, record),
                 turns=self._turns,
+                place=lambda seq: self._ledger.place(seq),
+                shares=lambda: self.plan.bucket_shares,
                 resume=self.resume,
             )
         assert isinstance(stage, Sink)
-        return SinkWork(name, stage, inbox, self._saved, self._turns)
+        return SinkWork(name, stage, inbox, self._saved, self.report.warn, self._turns)
 
     def _saved(self, checkpoint: Checkpoint) -> None:
         self.observers.tell("flowdflash_checkpoint_saved", checkpoint=checkpoint)
@@ -233,7 +248,7 @@ class Wiring:
         self.observers.tell("flowdflash_step", record=record)
 
     def _count_batch(self, info: BatchInfo) -> None:
-        self.report.progress("batches", self.tally.add_batch(info), self.plan.batches)
+        self.report.progress("batches", len(self._ledger) + self.tally.add_batch(info), self.plan.batches)
 
 
 def replicas_of(node: Node) -> int:

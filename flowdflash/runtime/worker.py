@@ -84,14 +84,17 @@ def pump(work: Work) -> None:
         pass
     _guarded(work, None, lambda: _emit(work, work.finish))
     work.leave()
+    work.meter.state = "done"
 
 
 def _turn(work: Work) -> bool:
     """One item. A function of its own, so that no batch is kept alive by a local name while the next is awaited."""
     meter = work.meter
     begin = time.monotonic()
+    meter.state = "at work" if work.gets_by_working else "waiting for input"
     item = _guarded(work, None, work.get)
-    elapsed = time.monotonic() - begin
+    meter.moved_at = time.monotonic()
+    elapsed = meter.moved_at - begin
     if work.gets_by_working:
         meter.busy_secs += elapsed
     else:
@@ -115,19 +118,22 @@ def _emit(work: Work, outputs: Callable[[], Iterable[Any]]) -> bool:
         nonlocal begin
         now = clock()
         meter.wait_in_secs += now - begin
+        meter.state, meter.moved_at = "at work", now
         begin = now
 
     while True:
+        meter.state = "waiting for its turn"
         with work.turn(waited):
             if iterator is None:
                 iterator = iter(outputs())
             output = next(iterator, END)
-        made = clock()
+        meter.moved_at = made = clock()
         meter.busy_secs += made - begin
         if output is END:
             return wanted
+        meter.state = "blocked on output"
         wanted &= work.put(output)
-        begin = clock()
+        meter.moved_at = begin = clock()
         meter.wait_out_secs += begin - made
 
 

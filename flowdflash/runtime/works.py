@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from math import log2
 from typing import Any, ClassVar
 
 from flowdflash.errors import PluginBroken
@@ -185,11 +186,14 @@ class DraftWork(ComputeWork):
         retire: Callable[[], None],
         recorded: Callable[[StepRecord], None],
         turns: Turns,
+        place: Callable[[int], int],
+        shares: Callable[[], Mapping[str, float]],
         resume: Resume | None = None,
     ) -> None:
         super().__init__(name, 0, stage, turns)
         self._drafter, self._inbox, self._outlets, self._resume = stage, inbox, outlets, resume
         self._stopping, self._retire, self._recorded = stopping, retire, recorded
+        self._place, self._shares = place, shares
         self._at_boundary = True
         self._in_records = 0
         # As many as a sink of records may be behind when a checkpoint is taken: waiting, in work, and just made.
@@ -221,6 +225,8 @@ class DraftWork(ComputeWork):
         """Hand it to the sinks that read it; tell the observers of a step."""
         if isinstance(output, Checkpoint):
             output = replace(output, records=tuple(self._recent))
+        else:
+            output = self._against_plan(output)
         wanted = put_to(self._outlets, output)
         if isinstance(output, StepRecord):
             self._at_boundary = True
@@ -228,6 +234,18 @@ class DraftWork(ComputeWork):
             self._in_records += output.batches
             self._recorded(output)
         return wanted
+
+    def _against_plan(self, record: StepRecord) -> StepRecord:
+        """The record with what the plan tells of its window: how far mix and order are from those planned."""
+        shares, mix = self._shares(), {bucket: n / record.batches for bucket, n in record.buckets.items()}
+        planned = bool(shares) and set(mix) <= set(shares)
+        away = (abs(self._place(seq) - at) for at, seq in enumerate(record.seqs, self._in_records))
+        return replace(
+            record,
+            window_distinct=len(mix),
+            window_kl=sum(part * log2(part / shares[bucket]) for bucket, part in mix.items()) if planned else None,
+            order_distance=max(away, default=0),
+        )
 
     def settle(self, item: FeatureBatch, wanted: bool) -> None:
         """Counted at the end, when it is known which batches were trained on."""
@@ -262,10 +280,23 @@ class SinkWork(ComputeWork):
     """Writes."""
 
     def __init__(
-        self, name: str, stage: Sink, inbox: Channel[Any], saved: Callable[[Checkpoint], None], turns: Turns
+        self,
+        name: str,
+        stage: Sink,
+        inbox: Channel[Any],
+        saved: Callable[[Checkpoint], None],
+        warn: Callable[[str], None],
+        turns: Turns,
     ) -> None:
         super().__init__(name, 0, stage, turns)
-        self._sink, self._inbox, self._saved = stage, inbox, saved
+        self._sink, self._inbox, self._saved, self._warn = stage, inbox, saved, warn
+        self._unsaved: tuple[Checkpoint, OSError] | None = None
+        self.saving = False
+
+    @property
+    def batches_done(self) -> Collection[int]:
+        """As the sink says."""
+        return self._sink.batches_done
 
     def get(self) -> Any:
         """The next item."""
@@ -273,9 +304,45 @@ class SinkWork(ComputeWork):
 
     def process(self, item: Any) -> Iterable[Any]:
         """Write it; tell the observers of a checkpoint."""
-        self._sink.write(item)
-        if isinstance(item, Checkpoint) and self._sink.saves:
+        self.saving = isinstance(item, Checkpoint) and self._sink.saves
+        if not self.saving:
+            written = self._sink.write(item)
+            # What is written in pieces gives its turn up between them.
+            return written if isinstance(written, Iterator) else ()
+        if self._save(item):
             self._saved(item)
+        return ()
+
+    def put(self, output: None) -> bool:
+        """A piece has been written; there is nothing to pass on."""
+        return True
+
+    def _save(self, item: Checkpoint) -> bool:
+        """Write a checkpoint. One that cannot be written is told at once; it ends the run if it is the last."""
+        if self._unsaved is not None:
+            self._warn(f"{self.stage}: step {self._unsaved[0].step} was not saved; trying step {item.step}")
+        try:
+            self._sink.write(item)
+        except OSError as error:
+            self._unsaved = item, error
+            self._warn(f"{self.stage}: the checkpoint of step {item.step} could not be saved: {error}")
+            return False
+        finally:
+            self.saving = False
+        self._unsaved = None
+        return True
+
+    def settle(self, item: Any, wanted: bool) -> None:
+        """Count it."""
+        if self._unsaved is not None and self._unsaved[0] is item:
+            self.meter.drop("could not be saved")
+        else:
+            super().settle(item, wanted)
+
+    def finish(self) -> Iterable[Any]:
+        """A run whose last checkpoint could not be saved has failed."""
+        if self._unsaved is not None:
+            raise self._unsaved[1]
         return ()
 
 
