@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowdflash.data.rejects import Rejected
+from flowdflash.data.rows import parse_json
 
 ROLES = {
     "system": "system",
@@ -56,7 +57,7 @@ class Conversation:
         return self.messages[: answers[0]] if answers else self.messages
 
     def texts(self) -> Iterator[str]:
-        """Every piece of text that came from the row."""
+        """Every piece of text that came from the row, names of arguments among them."""
         yield from _strings([*self.messages, *self.tools])
 
 
@@ -99,6 +100,25 @@ def check_turns(conversation: Conversation, *, answered: bool) -> None:
         raise Rejected("ends without an answer", f"the last turn is {before!r}")
 
 
+def questions(conversation: Conversation) -> tuple[Message, ...]:
+    """What is to be answered turn by turn: the messages without the old answers.
+
+    Raises:
+        Rejected: the turns do not alternate (where there is no answer at all, user turns may follow one another), or
+            one of them belongs to an old answer.
+    """
+    turns = tuple(message for message in conversation.messages if message["role"] != "assistant")
+    if conversation.answers:
+        check_turns(conversation, answered=False)
+    else:
+        gap = {"role": "assistant", "content": ""}
+        spread = [part for turn in turns for part in ((turn, gap) if turn["role"] == "user" else (turn,))]
+        check_turns(Conversation(tuple(spread)), answered=False)
+    if any(message["role"] == "tool" for message in turns):
+        raise Rejected("tool result of an answer that is asked for anew")
+    return turns
+
+
 def _check_step(before: str, role: str, last: Message, number: int) -> None:
     where = f"message {number + 1}"
     if role in ("system", "developer"):
@@ -139,11 +159,11 @@ def _message(entry: Any, number: int) -> Message:
     where = f"message {number + 1}"
     if not isinstance(entry, Mapping):
         raise Rejected("message is not an object", f"{where} is {_kind(entry)}")
-    name = entry.get("role", entry.get("from"))
+    name = _either(entry, "role", "from", where)
     if not isinstance(name, str) or name not in ROLES:
         raise Rejected("unknown role", f"{where} has {name!r}")
     role = ROLES[name]
-    message: dict[str, Any] = {"role": role, "content": _content(entry.get("content", entry.get("value")), where)}
+    message: dict[str, Any] = {"role": role, "content": _content(_either(entry, "content", "value", where), where)}
     if entry.get("function_call") is not None:
         raise Rejected("`function_call` is not supported", f"{where}: write it as `tool_calls`")
     if entry.get("tool_calls"):
@@ -156,6 +176,14 @@ def _message(entry: Any, number: int) -> Message:
     if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
         raise Rejected(f"{'blank' if message['content'] else 'empty'} {role} message", where)
     return message
+
+
+def _either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
+    """What a message has under one of two names. Columns of a table have both, one of them null."""
+    filled = [key for key in (name, other) if entry.get(key) is not None]
+    if len(filled) > 1:
+        raise Rejected(f"both `{name}` and `{other}`", f"{where}: keep one of them")
+    return entry[filled[0]] if filled else None
 
 
 def _content(content: Any, where: str) -> str:
@@ -190,7 +218,7 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
             raise Rejected("tool call arguments are not JSON", f"{where}: {error}") from None
     if not isinstance(arguments, Mapping):
@@ -202,7 +230,7 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except (ValueError, RecursionError) as error:
             raise Rejected("`tools` is not JSON", str(error)) from None
     if not tools:
@@ -217,24 +245,26 @@ def _mended(value: Any) -> tuple[Any, bool]:
 
     ``json.loads`` joins whole pairs; what is left of the range is a half, which no UTF-8 writer takes.
     """
-    if not any(SURROGATE.search(text) for text in _strings(value, keys=True)):
-        return value, False
-    return json.loads(SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False))), True
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(SURROGATE.sub("\ufffd", text)), True
+    return value, False
 
 
-def _strings(value: Any, *, keys: bool = False) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if keys:
-                yield key
-            yield from _strings(inner, keys=keys)
+        yield from value
+        for inner in value.values():
+            yield from _strings(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _strings(inner, keys=keys)
+            yield from _strings(inner)
 
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")

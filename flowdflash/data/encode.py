@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flowdflash.data.align import AlignedText, Ids, Mask, Specials
-from flowdflash.data.chat import CONVERSATION_KEYS, check_turns, read_conversation
-from flowdflash.data.rejects import ANCHORLESS_AFTER_CUT, TOO_LONG, UNSUPERVISED_AFTER_CUT, Rejected, Rejection
+from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
+from flowdflash.data.chat import CONVERSATION_KEYS, check_turns, questions, read_conversation
+from flowdflash.data.limit import within_limit
+from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
 from flowdflash.data.rows import TOO_DEEP, Row
 from flowdflash.data.split import Split
 from flowdflash.data.template import ChatTemplate, Rendering
@@ -32,7 +33,8 @@ class EncodeOptions:
         task: ``train`` gives conversations with a loss mask, ``generate`` prompts with the mask all False.
         max_length: most tokens per sample.
         over_long: cut a longer sample at the end, or leave it out. A prompt is never cut.
-        prompt_until: a prompt holds everything before the first or before the last answer of its row.
+        prompt_until: a prompt holds everything before the first or before the last answer of its row, or everything
+            up to its end. ``every_answer``: its tokens are those before the first answer, its note holds all questions.
         surrogates: half surrogate pairs reject the row, or become U+FFFD.
         template_options: switches of the chat template.
         generation_marks: compare the mask with the template's generation marks, or take no notice of them.
@@ -41,7 +43,7 @@ class EncodeOptions:
     task: Literal["train", "generate"] = "train"
     max_length: int = 2048
     over_long: Literal["truncate", "drop"] = "truncate"
-    prompt_until: Literal["first_answer", "last_answer"] = "first_answer"
+    prompt_until: Literal["first_answer", "last_answer", "every_answer", "end"] = "first_answer"
     surrogates: Literal["reject", "replace"] = "reject"
     template_options: dict[str, Any] = field(default_factory=dict)
     generation_marks: Literal["check", "ignore"] = "check"
@@ -90,7 +92,7 @@ class ChatEncoder:
     """Turns chunks of rows into samples.
 
     Works on a copy of the tokenizer, so no other user of the tokenizer can change its settings or borrow it meanwhile.
-    One encoder serves one thread; inside, the tokenizer uses all cores.
+    Several threads may use one encoder; inside, the tokenizer uses all cores.
 
     Raises:
         ModelInvalid: the tokenizer is not a fast one, or has no usable chat template.
@@ -142,17 +144,12 @@ class ChatEncoder:
                 rejections[number].append(rejected.rejection)
             except RecursionError:
                 rejections[number].append(Rejection(TOO_DEEP))
-        encodings = self._backend.encode_batch([draft.rendering.text for draft in drafts], add_special_tokens=False)
-        aligned = [
-            AlignedText(draft.rendering, encoding, self._specials)
-            for draft, encoding in zip(drafts, encodings, strict=True)
-        ]
-        prompts = iter(self._encode_tails(aligned))
+        texts = [AlignedText(draft.rendering, self._specials) for draft in drafts]
+        tokenise(self._backend, texts)
         samples: list[list[Sample]] = [[] for _ in rows]
-        for draft, text in zip(drafts, aligned, strict=True):
-            tails = [next(prompts) for _ in draft.rendering.turns]
+        for draft, text in zip(drafts, texts, strict=True):
             try:
-                samples[draft.row].append(self._sample(draft, text, tails, where(rows[draft.row])))
+                samples[draft.row].append(self._sample(draft, text, where(rows[draft.row])))
             except Rejected as rejected:
                 rejections[draft.row].append(rejected.rejection)
         return [RowResult(tuple(kept), tuple(left)) for kept, left in zip(samples, rejections, strict=True)]
@@ -165,8 +162,11 @@ class ChatEncoder:
             return []
         if conversation.surrogates and self._options.surrogates == "reject":
             raise Rejected("half a surrogate pair", "set surrogates: replace to put U+FFFD in its place")
-        training = self._options.task == "train"
-        check_turns(conversation, answered=training)
+        training, until = self._options.task == "train", self._options.prompt_until
+        if until == "every_answer":
+            conversation = replace(conversation, messages=questions(conversation))
+        else:
+            check_turns(conversation, answered=training)
         if found := self._specials.found_in(conversation):
             raise Rejected("markup in content", found)
         if training:
@@ -175,21 +175,19 @@ class ChatEncoder:
                 drafts[-1] = replace(drafts[-1], cut_off=True)
             return drafts
         messages = conversation.messages
-        if conversation.answers:
-            messages = messages[: conversation.answers[0 if self._options.prompt_until == "first_answer" else -1]]
+        if conversation.answers and until != "end":
+            messages = messages[: conversation.answers[0 if until == "first_answer" else -1]]
+        opening = messages
+        if until == "every_answer":
+            opening = messages[: [message["role"] for message in messages].index("user") + 1]
         others = {key: value for key, value in row.value.items() if key not in CONVERSATION_KEYS}
         tools = {"tools": conversation.tools} if conversation.tools else {}
         note = json.dumps(
-            {**others, "messages": messages, **tools}
+            {**others, "messages": messages, **tools}, default=str
         )  # in ASCII: other keys may hold half surrogate pairs
-        return [_Draft(number, Rendering(self._template.prompt(messages, conversation.tools), ()), note)]
+        return [_Draft(number, Rendering(self._template.prompt(opening, conversation.tools), ()), note)]
 
-    def _encode_tails(self, aligned: Sequence[AlignedText]) -> list[list[int]]:
-        """Tokens of each prompt alone, from its last special token on: tokens never reach across one."""
-        tails = [text.tail(turn) for text in aligned for turn in text.rendering.turns]
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(tails, add_special_tokens=False)]
-
-    def _sample(self, draft: _Draft, text: AlignedText, tails: Sequence[list[int]], where: str) -> Sample:
+    def _sample(self, draft: _Draft, text: AlignedText, where: str) -> Sample:
         limit, turn = self._options.max_length, draft.rendering.turn
         if self._options.task == "generate":
             if len(text.ids) > limit:
@@ -197,26 +195,17 @@ class ChatEncoder:
             if not len(text.ids):
                 raise Rejected("prompt without a token")
             return Sample(text.ids, np.zeros(len(text.ids), np.bool_), note=draft.note)
-        mask = text.mask(tails)
+        mask = text.mask()
         if draft.rendering.marks is not None:
             text.compare_marks(mask, where)
         ids = text.ids
         if draft.cut_off:
             ids, mask = self._without_ending(ids, mask)
-        truncated = len(mask) > limit
-        if truncated and self._options.over_long == "drop":
-            raise Rejected(TOO_LONG, f"{len(mask)} tokens", turn)
-        ids, mask = ids[:limit], mask[:limit]
-        if not mask.any():
-            raise Rejected(UNSUPERVISED_AFTER_CUT if truncated else "no supervised token", turn=turn)
-        if not (mask[:-1] & mask[1:]).any():
-            raise Rejected(
-                ANCHORLESS_AFTER_CUT if truncated else "fewer than two supervised tokens in a row", turn=turn
-            )
+        ids, mask, truncated = within_limit(ids, mask, limit, self._options.over_long, turn)
         return Sample(ids, mask, turn, truncated, sum(not turn.closed for turn in draft.rendering.turns))
 
     def _without_ending(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
         """An answer that was cut off at a token limit: the template closes it, but the target did not (pitfall D7)."""
-        written = mask & ~self._specials.cutting[ids]
+        written = mask & ~self._specials.special[ids]
         end = int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0
         return ids[:end], mask[:end]

@@ -1,19 +1,23 @@
-"""Prompts of a file of chat rows, rendered exactly as training renders what stands before an answer."""
+"""Prompts of a file, rendered exactly as training renders what stands before an answer, and the answers beside them.
+
+A file holds chat rows, rows with a ``prompt`` instead of a conversation, or, if its name ends in ``.txt``, a prompt per
+line; ``.parquet`` is read as such.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from flowdflash.data.encode import ChatEncoder, EncodeOptions
-from flowdflash.data.rows import chunks, read_jsonl
+from flowdflash.data.encode import ChatEncoder, EncodeOptions, Sample
+from flowdflash.data.rows import Row, chunks, read_jsonl
 from flowdflash.data.split import Part, Split
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
@@ -30,12 +34,15 @@ class Prompt:
         text: what was asked, for showing: the last message of the prompt.
         place: ``file:line`` of its row.
         messages: the messages rendered.
+        answered: prompt and answer as training renders them, and the index of the answer's first token; None where
+            the row has no answer, or none was asked for.
     """
 
     input_ids: IntArray
     text: str
     place: str
     messages: tuple[Mapping[str, Any], ...]
+    answered: tuple[IntArray, int] | None = None
 
 
 def load_prompts(
@@ -50,12 +57,14 @@ def load_prompts(
     prompt_until: Literal["first_answer", "last_answer"] = "first_answer",
     surrogates: Literal["reject", "replace"] = "reject",
     template_options: Mapping[str, Any] | None = None,
+    answer_tokens: int = 0,
 ) -> list[Prompt]:
     """The first ``limit`` usable prompts of a file (0 for all), in its order.
 
     Rows are read, split and rendered by the code that prepares training data: with the same ``held_out_share`` or
     ``held_out_rows``, ``split="held_out"`` gives prompts that a source with ``split: train`` has never shown. Rows that
-    cannot be used and prompts longer than ``max_prompt_tokens`` are passed over.
+    cannot be used and prompts longer than ``max_prompt_tokens`` are passed over. With ``answer_tokens`` each prompt
+    comes with so many tokens of its answer at most, where its row has one.
 
     Raises:
         DataInvalid: not one prompt can be used.
@@ -69,21 +78,61 @@ def load_prompts(
         surrogates=surrogates,
         template_options=dict(template_options or {}),
     )
-    chosen = Split(split, share=held_out_share, prompts=held_out_rows, rows=partial(read_jsonl, path))
+    rows = partial(_read, path)
+    chosen = Split(split, share=held_out_share, prompts=held_out_rows, rows=rows)
     encoder = ChatEncoder(tokenizer, options, chosen)
+    answered = replace(options, task="train", over_long="truncate", max_length=max_prompt_tokens + answer_tokens)
+    answers = ChatEncoder(tokenizer, answered) if answer_tokens else None
     prompts: list[Prompt] = []
     passed: Counter[str] = Counter()
-    for chunk in chunks(read_jsonl(path), CHUNK_PROMPTS):
-        for row, result in zip(chunk, encoder.encode(chunk), strict=True):
+    for chunk in chunks(rows(), CHUNK_PROMPTS):
+        whole = [r.samples for r in answers.encode(chunk)] if answers else [()] * len(chunk)
+        for row, result, samples in zip(chunk, encoder.encode(chunk), whole, strict=True):
             passed.update(rejection.reason for rejection in result.rejections)
             passed["in the other split"] += not (result.samples or result.rejections)
             for sample in result.samples:
                 messages = tuple(json.loads(sample.note)["messages"])
                 ids = sample.ids.astype(np.int64)
-                prompts.append(Prompt(ids, messages[-1]["content"], f"{path}:{row.line}", messages))
+                answer = _answer(samples, 0 if prompt_until == "first_answer" else -1, answer_tokens)
+                prompts.append(Prompt(ids, messages[-1]["content"], f"{path}:{row.line}", messages, answer))
         if limit and len(prompts) >= limit:
             return prompts[:limit]
     if not prompts:
         why = ", ".join(f"{reason} {count}" for reason, count in passed.most_common() if count)
         raise DataInvalid(f"{path}: no usable prompt ({why or 'the file holds no rows'})")
     return prompts
+
+
+def _read(path: Path) -> Iterator[Row]:
+    """The rows of a file; a bare prompt is a conversation of one question."""
+    if path.suffix == ".txt":
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise DataInvalid(f"{path}: cannot be read: {error}") from error
+        return (_question(Row(n, {"prompt": line})) for n, line in enumerate(lines, 1) if line.strip())
+    if path.suffix == ".parquet":
+        from flowdflash.data.arrow import read_parquet
+
+        return read_parquet(path)
+    return map(_question, read_jsonl(path))
+
+
+def _question(row: Row) -> Row:
+    value = row.value
+    if row.problem or not isinstance(value, Mapping) or not isinstance(value.get("prompt"), str):
+        return row
+    if "messages" in value or "conversations" in value:
+        return row
+    others = {key: entry for key, entry in value.items() if key != "prompt"}
+    return replace(row, value={**others, "messages": [{"role": "user", "content": value["prompt"]}]})
+
+
+def _answer(samples: Sequence[Sample], which: Literal[0, -1], most: int) -> tuple[IntArray, int] | None:
+    """The first or the last answer of a row, with all that stands before it."""
+    if not samples:
+        return None
+    sample = samples[which]
+    edges = np.flatnonzero(np.diff(sample.mask, prepend=False, append=False)).reshape(-1, 2)
+    start, end = map(int, edges[which])
+    return sample.ids[: min(end, start + most)].astype(np.int64), start

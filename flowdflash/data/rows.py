@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -15,10 +16,30 @@ from flowdflash.errors import DataInvalid
 
 BLOCK_BYTES = 1 << 20
 CHUNK_ROWS = 1000
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
 NOT_JSON, NOT_UTF8, CUT_OFF, TOO_DEEP = "not JSON", "not UTF-8", "truncated last line", "JSON nested too deeply"
+DUPLICATE_KEY = "key twice in an object"
 Progress = Callable[[int, int], None]
+
+
+class DuplicateKey(ValueError):
+    """An object that has a key twice: which of the values counts is anybody's guess."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise DuplicateKey(repr(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+    return value
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_json).decode
+"""The value of a JSON text; ValueError for NaN, Infinity and a key that comes twice, which ``json.loads`` lets pass."""
 
 
 class Ending(Enum):
@@ -50,6 +71,25 @@ class Row:
     part: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """Where the rows of a source come from.
+
+    Attributes:
+        name: what a person calls it.
+        files: whose bytes decide the rows.
+        read: ``read(limit=..., progress=...)`` gives all rows, or the first ones, in order.
+        unit: what ``progress`` counts.
+        selection: what else decides the rows: the format where it is not JSONL, which part of the files.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    read: Callable[..., Iterator[Row]]
+    unit: str = "bytes"
+    selection: tuple[str, ...] = ()
+
+
 def read_jsonl(path: Path, *, part: int = 0, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
     """Rows of a JSONL file, in order. Blank lines are no rows; ``limit`` 0 reads all.
 
@@ -57,14 +97,17 @@ def read_jsonl(path: Path, *, part: int = 0, limit: int = 0, progress: Progress 
     ``progress`` is told the bytes read of the file as it lies on disk, and its size.
 
     Raises:
-        DataInvalid: the file cannot be read at all, or its compression is damaged.
+        DataInvalid: the file cannot be read at all, its compression is damaged, or it is of another format.
     """
     count = 0
     for line, raw, ended in _lines(path, progress):
         text = raw.removeprefix(BOM).strip()
         if not text and ended is not Ending.CUT:
             continue
-        yield _parsed(text, line, ended, part)
+        row = _parsed(text, line, ended, part)
+        if not count and text.startswith(b"[") and _opens_array(row):
+            raise DataInvalid(f"{path}: this is a JSON array; write one object a line (jq -c '.[]' FILE)")
+        yield row
         count += 1
         if count == limit:
             return
@@ -84,6 +127,11 @@ def chunks(rows: Iterable[Row], most: int = CHUNK_ROWS) -> Iterator[list[Row]]:
         yield chunk
 
 
+def _opens_array(row: Row) -> bool:
+    """Is a first row that begins with a bracket the start, or the whole, of an array of rows?"""
+    return row.problem in (NOT_JSON, CUT_OFF) or (not row.problem and any(isinstance(i, dict) for i in row.value))
+
+
 def _parsed(raw: bytes, line: int, ended: Ending, part: int) -> Row:
     def bad(problem: str, detail: str) -> Row:
         return Row(line, raw.decode("utf-8", "replace"), problem, detail, len(raw), part)
@@ -91,14 +139,18 @@ def _parsed(raw: bytes, line: int, ended: Ending, part: int) -> Row:
     if ended is Ending.CUT:
         return bad(CUT_OFF, "the compressed file breaks off here")
     try:
-        return Row(line, json.loads(raw.decode("utf-8")), nbytes=len(raw), part=part)
+        return Row(line, parse_json(raw.decode("utf-8")), nbytes=len(raw), part=part)
     except UnicodeDecodeError as error:
         if ended is Ending.FILE and error.reason == "unexpected end of data":
             return bad(CUT_OFF, "the last line ends inside a character and has no newline")
         return bad(NOT_UTF8, f"byte {error.start + 1} of the line: {error.reason}")
     except RecursionError:
         return bad(TOO_DEEP, "")
+    except DuplicateKey as error:
+        return bad(DUPLICATE_KEY, str(error))
     except ValueError as error:
+        if b"\r" in raw:
+            return bad(NOT_JSON, f"{error}; lines end with a carriage return alone: save the file with LF")
         if ended is Ending.FILE:
             return bad(CUT_OFF, f"the last line is no complete JSON value and has no newline: {error}")
         return bad(NOT_JSON, str(error))
@@ -128,15 +180,24 @@ def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool
             size = path.stat().st_size
             head = file.read(4)
             file.seek(0)
-            if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                raise DataInvalid(f"{path}: this is UTF-16 text; save it as UTF-8")
-            decoder = _decoder(head, path)
+            decoder, first = _decoder(head, path), True
             for block, cut in _plain(file) if decoder is None else _inflated(file, decoder, path):
+                if first and block:
+                    _refuse_other_format(block[:4], path)
+                    first = False
                 if progress is not None:
                     progress(file.tell(), size)
                 yield block, cut
     except OSError as error:
         raise DataInvalid(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_other_format(head: bytes, path: Path) -> None:
+    one_nul = len(head) > 1 and head[:2].count(0) == 1  # ASCII in two bytes each
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or one_nul:
+        raise DataInvalid(f"{path}: this is UTF-16 text; save it as UTF-8")
+    if head == b"PAR1":
+        raise DataInvalid(f"{path}: this is a Parquet file and not JSONL; the source chat_parquet reads it")
 
 
 def _plain(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

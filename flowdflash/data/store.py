@@ -13,7 +13,9 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -29,10 +31,12 @@ from flowdflash.data.rows import Row, chunks
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the same rows, tokenizer and options begin to give other samples or another layout."""
 COLUMNS = ("offsets", "note_offsets", "lines", "parts", "turns", "supervised")
 VOCABULARY = ("token_ids", "supervised_token_ids")
+ENCODING_THREADS = 2
+"""One renders rows while the other waits for the tokenizer, which works outside the interpreter lock on all cores."""
 
 
 class Encoder(Protocol):
@@ -43,7 +47,7 @@ class Encoder(Protocol):
         """Hash over everything but the rows that decides the samples."""
 
     def encode(self, rows: Sequence[Row], where: Callable[[Row], str]) -> list[RowResult]:
-        """What becomes of each row, in order."""
+        """What becomes of each row, in order. Called by several threads at a time."""
 
 
 def store_key(encoder: Encoder, files: Iterable[Path], **more: Any) -> str:
@@ -179,12 +183,27 @@ def _build(folder: Path, key: str, rows: Iterable[Row], encoder: Encoder, names:
     def where(row: Row) -> str:
         return f"{names[row.part] if row.part < len(names) else f'file {row.part}'}:{row.line}"
 
-    with _Writer(folder) as writer:
-        for chunk in chunks(rows):
+    with _Writer(folder) as writer, ThreadPoolExecutor(ENCODING_THREADS, "encode") as pool:
+        for chunk, results in _in_order(pool, chunks(rows), lambda chunk: encoder.encode(chunk, where)):
             writer.accounts.rows_read += len(chunk)
-            for row, result in zip(chunk, encoder.encode(chunk, where), strict=True):
+            for row, result in zip(chunk, results, strict=True):
                 writer.add(row, result)
+            writer.flush()
         writer.finish(key)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, parts: Iterable[list[Row]], work: Callable[[list[Row]], list[RowResult]]
+) -> Iterator[tuple[list[Row], list[RowResult]]]:
+    """Parts with their results, a few ahead: rows are read and rendered while the tokenizer is at work on others."""
+    ahead: deque[tuple[list[Row], Future[list[RowResult]]]] = deque()
+    for part in parts:
+        ahead.append((part, pool.submit(work, part)))
+        if len(ahead) > ENCODING_THREADS:
+            done, results = ahead.popleft()
+            yield done, results.result()
+    for done, results in ahead:
+        yield done, results.result()
 
 
 class _Writer:
@@ -195,6 +214,7 @@ class _Writer:
         self._folder = folder
         self._columns = {name: array("q", [0] if name.endswith("offsets") else []) for name in COLUMNS}
         self._seen = {name: np.zeros(0, np.bool_) for name in VOCABULARY}
+        self._waiting: list[Sample] = []
         self._files = ExitStack()
 
     def __enter__(self) -> _Writer:
@@ -234,11 +254,10 @@ class _Writer:
             books.first_bad = books.first_bad or (row.part, row.line, str(bad).encode("utf-8", "replace").decode())
 
     def _add_sample(self, row: Row, sample: Sample) -> None:
-        self._ids.write(np.ascontiguousarray(sample.ids, dtype="<i4").tobytes())
-        self._mask.write(np.ascontiguousarray(sample.mask, dtype=np.bool_).tobytes())
+        self._waiting.append(sample)
         note = sample.note.encode()
         self._notes.write(note)
-        supervised = int(sample.mask.sum())
+        supervised = int(np.count_nonzero(sample.mask))
         columns, books = self._columns, self.accounts
         columns["offsets"].append(columns["offsets"][-1] + len(sample.ids))
         columns["note_offsets"].append(columns["note_offsets"][-1] + len(note))
@@ -249,13 +268,22 @@ class _Writer:
             ("supervised", supervised),
         ):
             columns[name].append(value)
-        self._see("token_ids", sample.ids)
-        self._see("supervised_token_ids", sample.ids[sample.mask])
         books.samples += 1
         books.truncated += sample.truncated
         books.tokens += len(sample.ids)
         books.supervised_tokens += supervised
         books.turns_without_end_token += sample.open_turns
+
+    def flush(self) -> None:
+        """Write the tokens of the samples added since the last time."""
+        if self._waiting:
+            ids = np.concatenate([sample.ids for sample in self._waiting])
+            mask = np.concatenate([sample.mask for sample in self._waiting])
+            self._ids.write(ids.astype("<i4", copy=False).tobytes())
+            self._mask.write(mask.astype(np.bool_, copy=False).tobytes())
+            self._see("token_ids", ids)
+            self._see("supervised_token_ids", ids[mask])
+            self._waiting.clear()
 
     def _see(self, name: str, ids: Ids) -> None:
         highest = int(ids.max(initial=-1))
@@ -270,7 +298,11 @@ class _Writer:
         if rejection.turn >= 0:
             entry["turn"] = rejection.turn
         # ASCII escapes keep half surrogate pairs as they were, where UTF-8 could not hold them.
-        self._rejects.write(json.dumps({**entry, "row": row.value}).encode("ascii") + b"\n")
+        try:
+            text = json.dumps({**entry, "row": row.value}, default=str)
+        except RecursionError:
+            text = json.dumps({**entry, "row": "nested too deeply to be written"})
+        self._rejects.write(text.encode("ascii") + b"\n")
 
     def finish(self, key: str) -> None:
         """Check the books, write columns and ``meta.json``, force everything to disk."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from flowdflash.data.rejects import Rejected
 from flowdflash.errors import ModelInvalid
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+RENDERING = threading.Lock()
+"""transformers keeps one copy of a template per process, and in it the place where it follows generation marks."""
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 RESERVED_OPTIONS = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
@@ -77,11 +80,15 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, *, marks: bool = True) -> None:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
+        self._variables = {**tokenizer.special_tokens_map, **self._options}
         self._marks = marks
+        self._templates: dict[bool, tuple[str, bool]] = {}
         self._specials = special_names(tokenizer)
         self._suffix: str | None = None
         try:
-            tokenizer.get_chat_template()
+            for with_tools in (False, True):
+                template = tokenizer.get_chat_template(tools=[] if with_tools else None)
+                self._templates[with_tools] = template, marks and MARKS.search(template) is not None
         except ValueError as error:
             name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
             raise ModelInvalid(
@@ -103,7 +110,7 @@ class ChatTemplate:
         Raises:
             Rejected: the template refuses the messages.
         """
-        return self._text(messages, tools, prompt=True)
+        return self._render(messages, tools, prompt=True)[0]
 
     def render(self, conversation: Conversation) -> list[Rendering]:
         """One rendering with all answers supervised; one per answer where the template rewrites earlier turns.
@@ -112,10 +119,10 @@ class ChatTemplate:
             Rejected: the template refuses the conversation, or does not start an answer with its generation prompt.
         """
         messages, tools = conversation.messages, conversation.tools
-        texts, turns = [], []
+        texts, marks, turns = [], [], []
         for number, place in enumerate(conversation.answers):
-            prompt = self._text(messages[:place], tools, prompt=True)
-            text = self._text(messages[: place + 1], tools, prompt=False)
+            prompt, _ = self._render(messages[:place], tools, prompt=True)
+            text, spans = self._render(messages[: place + 1], tools)
             if not text.startswith(prompt):
                 raise Rejected(
                     "generation prompt is no prefix of the answer",
@@ -124,53 +131,41 @@ class ChatTemplate:
                 )
             start = len(prompt) + _template_thinking(text[len(prompt) :], messages[place])
             texts.append(text)
+            marks.append(spans)
             turns.append(Turn(len(prompt), start, *self._turn_end(text, start)))
         full = texts[-1]
         if all(full.startswith(text) for text in texts):
-            return [Rendering(full, tuple(turns), marks=self._spans(messages, tools, full))]
+            return [Rendering(full, tuple(turns), marks=marks[-1])]
         return [
-            Rendering(text, (turn,), number, self._spans(messages[: place + 1], tools, text))
-            for number, (place, text, turn) in enumerate(zip(conversation.answers, texts, turns, strict=True))
+            Rendering(text, (turn,), number, spans)
+            for number, (text, turn, spans) in enumerate(zip(texts, turns, marks, strict=True))
         ]
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool) -> str:
-        return str(
-            _guarded(
-                self._tokenizer.apply_chat_template,
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **self._options,
-            )
-        )
-
-    def _spans(
-        self, messages: Sequence[Message], tools: Sequence[Any], text: str
-    ) -> tuple[tuple[int, int], ...] | None:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool = False
+    ) -> tuple[str, tuple[tuple[int, int], ...] | None]:
+        """The text, and the spans in generation marks; None for a prompt, and where no marks are looked at."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        schemas = list(tools) or None
-        template = self._tokenizer.get_chat_template(tools=schemas)
-        if not self._marks or not MARKS.search(template):
-            return None
-        (marked,), (spans,) = _guarded(
-            render_jinja_template,
-            conversations=[list(messages)],
-            tools=schemas,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **self._options},
-        )
-        if marked != text:
-            raise Rejected("template gives another text when rendered again")
-        return tuple((int(start), int(end)) for start, end in spans)
+        template, marked = self._templates[bool(tools)]
+        marked = marked and not prompt
+        with RENDERING:
+            (text,), spans = _guarded(
+                render_jinja_template,
+                conversations=[list(messages)],
+                tools=list(tools) or None,
+                chat_template=template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        return text, tuple((int(start), int(end)) for start, end in spans[0]) if marked else None
 
     def _probe(self) -> None:
         ask, answer = "flowdflash-asks", "flowdflash-answers"
         messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
         try:
-            text = self._text(messages, (), prompt=False)
+            text, _ = self._render(messages, ())
         except Rejected:
             return  # a template may demand more than this; then the rows decide
         if ask not in text and answer not in text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import Any
 
 from flowdflash.graph import Edge, Graph, Node
@@ -12,6 +13,7 @@ from flowdflash.render.page import page
 from flowdflash.render.sources import dot, mermaid
 from flowdflash.render.svg import svg
 from flowdflash.render.text import text
+from flowdflash.secrets import hidden
 
 
 def as_json(graph: Graph, name: str) -> str:
@@ -67,4 +69,11 @@ def render(graph: Graph, format: str, *, name: str = "pipeline") -> str:
     """
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[format](graph, name)
+    drawn = FORMATS[format](graph, name)
+    for spelt in (str, escape, _in_json):
+        drawn = hidden(drawn, spelt)
+    return drawn
+
+
+def _in_json(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)[1:-1]

@@ -22,8 +22,13 @@ def open_source(tmp_path: Path) -> Callable[..., ChatJsonl]:
     """Open a source over rows (or a file) with a template; the same cache for all calls of a test."""
 
     def opened(
-        rows: list[Any] | Path, template: str | None = T_PLAIN, *, run: str = "run", **options: Any
-    ) -> ChatJsonl:
+        rows: list[Any] | Path,
+        template: str | None = T_PLAIN,
+        *,
+        run: str = "run",
+        type: Any = ChatJsonl,
+        **options: Any,
+    ) -> Any:
         path = rows if isinstance(rows, Path) else write_rows(tmp_path / "rows.jsonl", rows)
         model = tmp_path / "model"
         tokenizer = make_tokenizer(template)
@@ -31,7 +36,8 @@ def open_source(tmp_path: Path) -> Callable[..., ChatJsonl]:
             stale.unlink()
         tokenizer.save_pretrained(model)
         (model / "config.json").write_text('{"model_type": "qwen3"}')
-        source = ChatJsonl(ChatJsonl.Config(path=path, tokenizer=str(model), **options))
+        place = {} if "dataset" in options else {"path": path}
+        source = type(type.Config(**{**place, "tokenizer": str(model), **options}))
         report = SilentReport()
         source.report = report  # type: ignore[attr-defined]
         source.open(OpenContext("corpus", tmp_path / run, tmp_path / "cache", report=report))

@@ -47,10 +47,25 @@ def test_limit_and_length_are_obeyed(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(path, tokenizer, max_prompt_tokens=5)
 
 
-def test_last_answer_and_template_options_reach_the_rendering(tmp_path: Path, tokenizer: Any) -> None:
+def test_d2_last_answer_and_template_options_reach_the_rendering(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [say("a", "b", "c", "d")])
     (prompt,) = load_prompts(path, tokenizer, prompt_until="last_answer")
     assert prompt.text == "c"
     tokenizer.chat_template += "{{ mode }}"
     (prompt,) = load_prompts(path, tokenizer, template_options={"mode": "quick"})
     assert tokenizer.decode(prompt.input_ids).endswith("quick")
+
+
+def test_an_answer_comes_with_all_that_stands_before_it(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("a", "bb", "c", "dddd"), say("a"), {"prompt": "a"}])
+    end = tokenizer.eos_token_id
+    for which, text in (("first_answer", b"bb"), ("last_answer", b"dddd")):
+        prompts = load_prompts(path, tokenizer, prompt_until=which, answer_tokens=9)  # type: ignore[arg-type]
+        assert prompts[0].answered is not None and prompts[1].answered is None is prompts[2].answered
+        ids, start = prompts[0].answered
+        assert ids[:start].tolist() == prompts[0].input_ids.tolist()
+        assert ids[start:].tolist() == [*text, end]
+    (prompt, *_) = load_prompts(path, tokenizer, prompt_until="last_answer", answer_tokens=3)
+    assert prompt.answered is not None and prompt.answered[0][prompt.answered[1] :].tolist() == [*b"ddd"]
+    assert all(prompt.answered is None for prompt in load_prompts(path, tokenizer))
+    assert prompts[1].input_ids.tolist() == prompts[2].input_ids.tolist(), "a bare prompt is a question"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdflash.data import rows as module
-from flowdflash.data.rows import BOM, CUT_OFF, NOT_JSON, NOT_UTF8, TOO_DEEP, Row, chunks, read_jsonl
+from flowdflash.data.rows import BOM, CUT_OFF, DUPLICATE_KEY, NOT_JSON, NOT_UTF8, TOO_DEEP, Row, chunks, read_jsonl
 from flowdflash.errors import DataInvalid
 
 THREE = b'{"a": 1}\n{"a": 2}\n{"a": 3}\n'
@@ -93,6 +93,20 @@ def test_faults_of_a_line_have_names_of_their_own(tmp_path: Path) -> None:
     deep = b"[" * 100_000
     rows = read(tmp_path, b"{broken\n\xff\xfa\n" + deep + b"\nnull\n")
     assert [row.problem for row in rows] == [NOT_JSON, NOT_UTF8, TOO_DEEP, ""]
+
+
+def test_what_json_loads_lets_pass_without_a_word_is_a_fault(tmp_path: Path) -> None:
+    rows = read(tmp_path, b'{"a": NaN}\n{"a": -Infinity}\n{"a": {"b": 1, "b": 2}}\n{"a": 1}\n')
+    assert [row.problem for row in rows] == [NOT_JSON, NOT_JSON, DUPLICATE_KEY, ""]
+    assert [row.detail for row in rows[:3]] == ["NaN is no JSON value", "-Infinity is no JSON value", "'b'"]
+
+
+def test_array_is_told_from_a_first_row_that_is_a_list(tmp_path: Path) -> None:
+    for array in (b'[{"a": 1}, {"a": 2}]\n', b'[\n{"a": 1}\n]\n', b'[{"a": 1},\n'):
+        with pytest.raises(DataInvalid, match=r"rows\.jsonl: this is a JSON array"):
+            read(tmp_path, array)
+    assert values(read(tmp_path, b"[]\n[1]\n" + THREE))[:2] == [[], [1]]
+    assert read(tmp_path, THREE + b'[{"a": 1}]\n')[3].value == [{"a": 1}]
 
 
 def test_other_line_separators_do_not_end_a_row(tmp_path: Path) -> None:

@@ -65,6 +65,17 @@ def test_samples_come_back_as_they_went_in(tmp_path: Path) -> None:
             store.tokens(wrong)
 
 
+def test_rejected_row_too_deep_to_write_is_listed_without_its_text(tmp_path: Path) -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    rows = [Row(1, deep, "not JSON"), Row(2, [3])]
+    store = open_or_build(tmp_path, "k", lambda: rows, Lengths(), names=["a.jsonl"])
+    store.write_rejects(tmp_path / "rejects.jsonl")
+    (entry,) = map(json.loads, (tmp_path / "rejects.jsonl").read_text().splitlines())
+    assert (entry["line"], entry["reason"], entry["row"]) == (1, "not JSON", "nested too deeply to be written")
+
+
 def test_books_count_every_row_once(tmp_path: Path) -> None:
     books = build(tmp_path, [[3], None, [4, 0, 2], [], [0]]).accounts
     assert (books.rows_read, books.rows_kept, books.rows_rejected, books.rows_other_split) == (5, 2, 2, 1)

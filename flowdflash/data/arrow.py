@@ -1,0 +1,91 @@
+"""Rows of Arrow tables: of a Parquet file, row group by row group, or of a data set of the ``datasets`` library."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flowdflash.data.rows import CHUNK_ROWS, NOT_UTF8, Progress, Row
+from flowdflash.errors import DataInvalid
+
+UNREADABLE = "value that cannot be read"
+CONVERSATIONS = ("messages", "conversations")
+
+
+def optional(module: str, extra: str, what: str) -> Any:
+    """A module of a package that only some sources need.
+
+    Raises:
+        DataInvalid: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataInvalid(f"{what}: reading it needs a package: pip install 'flowdflash[{extra}]' ({error})") from None
+
+
+def read_parquet(path: Path, *, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
+    """Rows of a Parquet file, in order; their ``line`` is the row number from 1, ``limit`` 0 reads all.
+
+    Raises:
+        DataInvalid: it is no whole Parquet file, or has no column that a conversation could be in.
+    """
+    parquet, errors = (optional(f"pyarrow.{name}", "parquet", str(path)) for name in ("parquet", "lib"))
+    try:
+        with parquet.ParquetFile(path) as file:
+            check_columns(file.schema_arrow.names, str(path))
+            batches = file.iter_batches(batch_size=CHUNK_ROWS)
+            yield from arrow_rows(batches, file.metadata.num_rows, limit=limit, progress=progress)
+    except (errors.ArrowException, OSError) as error:
+        raise DataInvalid(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())}") from error
+
+
+def check_columns(names: Iterable[str], what: str) -> None:
+    """Refuse a table without a column of conversations."""
+    if not set(CONVERSATIONS) & set(names):
+        raise DataInvalid(f"{what}: no column `messages` or `conversations`; it has {', '.join(names) or 'none'}")
+
+
+def arrow_rows(tables: Iterable[Any], total: int, *, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
+    """Rows of the tables or record batches of one input of ``total`` rows.
+
+    A null inside a row counts as absent: Arrow fills every struct up with nulls, so that a message has the keys of all
+    messages and the arguments of a tool call those of all tools.
+    """
+    number = 0
+    for table in tables:
+        for value, error in _values(table):
+            number += 1
+            size = table.nbytes // table.num_rows
+            if error is None:
+                yield Row(number, {key: _filled(inner) for key, inner in value.items()}, nbytes=size)
+            else:
+                problem = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else UNREADABLE
+                yield Row(number, None, problem, str(error), size)
+            if number == limit:
+                return
+        if progress is not None:
+            progress(number, total)
+
+
+def _values(table: Any) -> Iterator[tuple[Any, Exception | None]]:
+    """The rows of a table. One bad value fails the whole table, so the table is halved until its row is found."""
+    try:
+        values = table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if table.num_rows == 1:
+            yield None, error
+            return
+        half = table.num_rows // 2
+        yield from _values(table.slice(0, half))
+        yield from _values(table.slice(half))
+    else:
+        yield from ((value, None) for value in values)
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
