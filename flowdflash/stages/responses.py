@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from flowdflash.data.partial import Entry, PartialFile
 from flowdflash.errors import DataInvalid
-from flowdflash.items import GeneratedBatch
+from flowdflash.generation import checked_rows, conversation, questions
+from flowdflash.items import Answer, GeneratedBatch
 from flowdflash.stage import Check, OpenContext, PipelinePath, Report, SilentReport, Sink, StageConfig
 
 
 class Responses(Sink):
-    """Writes each prompt with its response to one JSONL file, in the order of the prompts, when the run has ended.
+    """Writes each prompt with its answers to one JSONL file, in the order of the prompts, when all are answered.
 
-    A row is the prompt's row with the response as the last of its ``messages``, and ``finish_reason`` and
-    ``response_tokens`` beside it. A run that ends early leaves what it has in ``<name>.partial``, never under the name
-    of a whole file.
+    A row is the prompt's row with the answers among its ``messages``, and ``finish_reason`` (of the last answer) and
+    ``response_tokens`` (of all) beside it. A conversation ends before its first answer that is not kept. Rows that
+    are left out, in whole or from some turn on, are in ``<stage>/rejects.jsonl`` of the run, with the reason.
+
+    Until the end the rows are in ``<name>.partial``, batch by batch. A run that was stopped, killed or failed goes on
+    from there, with ``--resume`` or when the same pipeline is run again.
     """
 
     type = "responses"
     reads = (GeneratedBatch,)
+    safe_to_change = frozenset({"overwrite"})
 
     class Config(StageConfig):
         """Options of the file of responses."""
@@ -43,12 +46,10 @@ class Responses(Sink):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._rows: dict[tuple[int, int], dict[str, Any]] = {}
-        self._dropped: Counter[str] = Counter()
-        self._batches: set[int] = set()
-        self._expected = 0
+        self._partial: PartialFile | None = None
+        self._rejects = Path()
+        self._expected = self._before = 0
         self._written = ""
-        self._kept = 0
         self._report: Report = SilentReport()
 
     def check(self, check: Check) -> Mapping[str, Any]:
@@ -58,97 +59,114 @@ class Responses(Sink):
         return {}
 
     def open(self, ctx: OpenContext) -> None:
-        """See that the file can be written, before hours are spent."""
-        path = self.config.path
-        if path.exists() and not self.config.overwrite:
-            raise DataInvalid(f"{path} is there already (move it away, name another path, or set overwrite: true)")
+        """See that the file can be written, before hours are spent, and take up what an earlier run has left."""
+        path: Path = self.config.path
+        if not (ctx.plan and ctx.plan.batches):
+            raise DataInvalid("the source is streaming, so there is no telling when all prompts have been answered")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise DataInvalid(f"folder {path.parent} cannot be written to")
-        self._report = ctx.report
-        self._expected = ctx.plan.batches if ctx.plan else 0
+        options = {name: getattr(self.config, name) for name in ("keep", "min_tokens")}
+        began = path.with_name(f"{path.name}.partial").exists()
+        if path.exists() and not (self.config.overwrite or began):
+            raise DataInvalid(f"{path} is there already (move it away, name another path, or set overwrite: true)")
+        self._partial = PartialFile(path, {**ctx.made_from, "responses": options})
+        self._report, self._expected = ctx.report, ctx.plan.batches
+        self._rejects = ctx.run_dir / ctx.stage / "rejects.jsonl"
+        self._before = len(self._partial.batches)
+        if self._before:
+            self._report.info(f"{self._before:,} of {self._expected:,} batches are answered in {self._partial.path}")
+        self._finish()
+
+    @property
+    def batches_done(self) -> Collection[int]:
+        """Batches whose rows an earlier run has written."""
+        return tuple(self._opened.batches)
 
     def write(self, item: GeneratedBatch) -> None:
-        """Take the responses of one batch of prompts."""
-        if len(item.rows) != len(item.texts):
-            raise DataInvalid(
-                "the source does not give the rows of its prompts, so responses cannot be written next to them "
-                "(use a source that does, such as chat_jsonl with task: generate)"
-            )
-        self._batches.add(item.info.seq)
-        for place, sample_id in enumerate(item.info.sample_ids):
-            reason = self._drop_reason(item, place)
-            if reason:
-                self._dropped[reason] += 1
-                continue
-            row = dict(item.rows[place])
-            row["messages"] = [*_prompt(row, sample_id), {"role": "assistant", "content": item.texts[place]}]
-            row["finish_reason"] = item.finish_reasons[place]
-            row["response_tokens"] = item.token_counts[place]
-            self._rows[item.info.epoch, sample_id] = row
+        """Take the answers of one batch of prompts."""
+        if item.info.seq in self._opened.batches:
+            return
+        rows = checked_rows(item.rows, len(item.answers))
+        entries: list[Entry] = []
+        for sample_id, row, answers in zip(item.info.sample_ids, rows, item.answers, strict=True):
+            entries += self._entries(sample_id, row, answers)
+        self._opened.add(item.info.seq, item.info.epoch, entries)
+        self._finish()
 
-    def _drop_reason(self, item: GeneratedBatch, place: int) -> str:
-        if self.config.keep == "stop" and item.finish_reasons[place] == "length":
+    def _entries(self, sample_id: int, row: Mapping[str, Any], answers: tuple[Answer, ...]) -> list[Entry]:
+        """The row with the answers that are kept, and another one that says why it ends there."""
+        reasons = [self._drop_reason(answer) for answer in answers]
+        good = next((turn for turn, reason in enumerate(reasons) if reason), len(answers))
+        entries = []
+        if good:
+            kept = answers[:good]
+            tokens = sum(answer.tokens for answer in kept)
+            facts = {"finish_reason": kept[-1].finish_reason, "response_tokens": tokens}
+            entries.append(Entry(sample_id, "", {**row, "messages": _said(row, kept), **facts}))
+        if good < len(questions(row)):
+            reason = reasons[good] if good < len(answers) else "asked after an answer that was cut"
+            why = {"sample": sample_id, "turn": good, "reason": reason}
+            if good < len(answers) and answers[good].detail:
+                why["detail"] = answers[good].detail
+            entries.append(Entry(sample_id, reason, {**why, "row": {**row, "messages": _said(row, answers)}}))
+        return entries
+
+    def _drop_reason(self, answer: Answer) -> str:
+        if answer.rejected:
+            return answer.rejected
+        if self.config.keep == "stop" and answer.finish_reason == "length":
             return "cut at the token limit"
-        if not item.texts[place].strip():
+        if not answer.text.strip():
             return "empty"
-        if item.token_counts[place] < self.config.min_tokens:
-            return "shorter than min_tokens"
-        return ""
+        return "shorter than min_tokens" if answer.tokens < self.config.min_tokens else ""
+
+    def _finish(self) -> None:
+        """Once all batches are there: write the file."""
+        partial = self._opened
+        if len(partial.batches) < self._expected:
+            return
+        partial.write_dropped(self._rejects)
+        partial.complete()
+        self._written = str(self.config.path)
+        if not self._counts[""]:
+            self._report.warn(f"{self._written} is empty: every response was dropped; see {self._rejects}")
 
     def close(self) -> None:
-        """Write the file: whole under its name, or partial beside it."""
-        path = self.config.path
-        rows, self._rows = self._rows, {}
-        if not self._batches:
+        """Leave what there is for the run that goes on."""
+        partial = self._partial
+        if partial is None:
             return
-        whole = len(self._batches) >= self._expected
-        target = path if whole else path.with_name(f"{path.name}.partial")
-        write_rows(target, (rows[key] for key in sorted(rows)), compress=path.name.endswith(".gz"))
-        self._written, self._kept = str(target), len(rows)
-        if not whole:
-            self._report.warn(f"{len(self._batches)} of {self._expected} batches were answered; they are in {target}")
-        if not rows:
-            self._report.warn(f"{target} is empty: all {self._dropped.total()} responses were dropped")
+        if not self._written and partial.batches:
+            partial.write_dropped(self._rejects)
+            done = f"{len(partial.batches):,} of {self._expected:,} batches were answered; they are in {partial.path}"
+            self._report.warn(f"{done}, and the next run of this pipeline goes on from there")
+        partial.close()
+
+    @property
+    def _opened(self) -> PartialFile:
+        assert self._partial is not None, "write before open"
+        return self._partial
+
+    @property
+    def _counts(self) -> Counter[str]:
+        """Rows by the reason why they were dropped; those that were kept under none."""
+        return Counter(reason for reasons in self._opened.batches.values() for reason in reasons)
 
     def summary(self) -> Mapping[str, Any]:
-        """How many responses were kept, and why others were not."""
-        kept = self._kept if self._written else len(self._rows)
-        return {"path": self._written, "responses_kept": kept, "responses_dropped": dict(self._dropped)}
+        """How many responses were kept, and why others were not; those of an earlier run included."""
+        dropped = dict(self._counts)
+        kept = dropped.pop("", 0)
+        where = self._written or str(self._opened.path)
+        return {
+            "path": where,
+            "responses_kept": kept,
+            "responses_dropped": dropped,
+            "batches_of_an_earlier_run": self._before,
+        }
 
 
-def write_rows(path: Path, rows: Iterator[Mapping[str, Any]], *, compress: bool) -> None:
-    """Write a JSONL file so that it is whole or absent."""
-    fresh = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with fresh.open("wb") as file:
-            if compress:
-                # No time stamp inside: the same rows give the same file.
-                with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
-                    for row in rows:
-                        packed.write(_line(row))
-            else:
-                for row in rows:
-                    file.write(_line(row))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n"
-
-
-def _prompt(row: Mapping[str, Any], sample_id: int) -> Sequence[Any]:
-    """Messages up to the last one that is not the assistant's: an older answer at the end is replaced."""
-    messages = row.get("messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise DataInvalid(f"the row of sample {sample_id} has no list of messages")
-    end = len(messages)
-    while end and isinstance(messages[end - 1], Mapping) and messages[end - 1].get("role") == "assistant":
-        end -= 1
-    if not end:
-        raise DataInvalid(f"the row of sample {sample_id} has no message to answer")
-    return list(messages[:end])
+def _said(row: Mapping[str, Any], answers: tuple[Answer, ...]) -> list[Any]:
+    """The messages up to the last answer."""
+    asked = questions(row)[: len(answers)]
+    return conversation({"messages": [message for question in asked for message in question]}, answers)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from flowdflash.items import GeneratedBatch, TokenBatch
-from flowdflash.stage import Check, Generator, ModelRef, OpenContext, StageConfig
+from flowdflash.generation import (
+    Message,
+    SamplingOptions,
+    answer_in_turn,
+    answer_seed,
+    check_generator,
+    checked_rows,
+)
+from flowdflash.items import Answer, GeneratedBatch, IntArray, TokenBatch
+from flowdflash.stage import Check, Generator, ModelRef, OpenContext
 from flowdflash.target.catalogue import facts_of, ref_problem, same_model
 from flowdflash.target.devices import ReplicaDevices, devices_problem
 
@@ -19,24 +26,19 @@ if TYPE_CHECKING:
 
 
 class TransformersGenerator(Generator):
-    """Answers batches of prompts with a transformers model. Batches of prompts of like length run fastest."""
+    """Answers batches of prompts with a transformers model. Batches of prompts of like length run fastest.
+
+    A prompt with several turns of a user is answered turn by turn, all prompts of a batch at once.
+    """
 
     type = "transformers"
+    safe_to_change = frozenset({"replicas"})
 
-    class Config(StageConfig):
+    class Config(SamplingOptions):
         """Options of the generator."""
 
         model: ModelRef = Field(
             description="Who answers: a folder (./model), a name (SmolLM2-135M-Instruct) or a Hugging Face id."
-        )
-        max_new_tokens: int = Field(512, ge=1, description="Most tokens of a response; one that reaches it is cut.")
-        temperature: float = Field(0.0, ge=0, le=10, description="0 takes the likeliest token, above 0 samples.")
-        top_p: float = Field(
-            1.0, gt=0, le=1, description="Samples from the likeliest tokens of this total probability."
-        )
-        top_k: int = Field(0, ge=0, description="Samples from so many likeliest tokens; 0 for all.")
-        seed: Literal["pipeline"] | int = Field(
-            "pipeline", description="Seed of sampling; pipeline takes the pipeline's."
         )
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "auto", description="Precision of the weights; auto is bfloat16 where the device computes it fast."
@@ -48,6 +50,7 @@ class TransformersGenerator(Generator):
         super().__init__(config)
         self._target: LoadedTarget | None = None
         self._tokenizer: Any = None
+        self._encoder: Any = None
         self._stops: tuple[int, ...] = ()
         self._seed = 0
         self._responses = self._tokens = self._cut = 0
@@ -59,8 +62,7 @@ class TransformersGenerator(Generator):
         message, hint = ref_problem(config.model)
         if message:
             check.refuse("model", message, hint)
-        if check.facts.get("task", "generate") != "generate":
-            check.refuse("", "the source gives whole conversations, not prompts", "set task: generate in the source")
+        check_generator(check, config)
         tokenizer = check.facts.get("tokenizer")
         if tokenizer is not None and not same_model(tokenizer, config.model):
             hint = "name the same model in the source's tokenizer"
@@ -72,9 +74,6 @@ class TransformersGenerator(Generator):
             check.refuse(
                 "max_new_tokens", f"prompt and response of up to {longest} tokens exceed {limit} positions", hint
             )
-        if config.temperature == 0:
-            for option in sorted({"top_p", "top_k", "seed"} & config.model_fields_set):
-                check.refuse(option, f"{option} has no effect at temperature 0", "raise temperature, or remove it")
         message, hint = devices_problem(config.device, config.replicas)
         if message:
             check.refuse("device", message, hint)
@@ -82,6 +81,7 @@ class TransformersGenerator(Generator):
 
     def open(self, ctx: OpenContext) -> None:
         """Load model and tokenizer."""
+        from flowdflash.data.encode import ChatEncoder, EncodeOptions
         from flowdflash.target.generate import stop_ids
         from flowdflash.target.load import load_target, load_tokenizer, replica_device
 
@@ -96,34 +96,70 @@ class TransformersGenerator(Generator):
         )
         self._tokenizer = load_tokenizer(config.model, ctx.cache_dir, ctx.report)
         self._stops = stop_ids(self._target, self._tokenizer)
+        # Later turns are rendered as the source has rendered the first.
+        options = EncodeOptions(
+            task="generate",
+            prompt_until="end",
+            max_length=(self._target.max_positions or 1 << 31) - config.max_new_tokens,
+            template_options=ctx.facts.get("template_options", {}),
+        )
+        self._encoder = ChatEncoder(self._tokenizer, options)
 
     def generate(self, batch: TokenBatch) -> GeneratedBatch:
-        """One response per prompt."""
+        """The answers to each prompt."""
+        started = time.monotonic()
+        rows = checked_rows(batch.rows, batch.info.samples)
+        first = [batch.input_ids[place] for place in batch.info.places]
+
+        def ask(turn: int, places: Sequence[int], said: Sequence[Sequence[Message]]) -> list[Answer]:
+            prompts = [first[n] for n in places] if turn == 0 else self._rendered([rows[n] for n in places], said)
+            seeds = [answer_seed(self._seed, batch.info.epoch, batch.info.sample_ids[n], turn) for n in places]
+            return self._answers(prompts, seeds)
+
+        answers = answer_in_turn(rows, ask)
+        self._secs += time.monotonic() - started
+        for answer in (answer for turns in answers for answer in turns):
+            self._responses += 1
+            self._tokens += answer.tokens
+            self._cut += answer.finish_reason == "length"
+        return GeneratedBatch(batch.info, answers, batch.rows)
+
+    def _answers(self, prompts: Sequence[IntArray | Answer], seeds: Sequence[int]) -> list[Answer]:
+        """An answer for each prompt; one that stands for a prompt which cannot be asked stays as it is."""
         from flowdflash.target.generate import Sampling, generate_answers
 
         assert self._target is not None, "generate before open"
         config = self.config
-        started = time.monotonic()
-        answers = generate_answers(
-            self._target,
-            self._tokenizer,
-            batch,
-            stops=self._stops,
-            max_new_tokens=config.max_new_tokens,
-            sampling=Sampling(config.temperature, config.top_p, config.top_k),
-            seed=_batch_seed(self._seed, batch.info.seq),
+        asked = [(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True) if not isinstance(prompt, Answer)]
+        made = iter(
+            generate_answers(
+                self._target,
+                self._tokenizer,
+                [prompt for prompt, _ in asked],
+                stops=self._stops,
+                max_new_tokens=config.max_new_tokens,
+                sampling=Sampling(config.temperature, config.top_p, config.top_k),
+                seeds=[seed for _, seed in asked],
+            )
+            if asked
+            else ()
         )
-        self._secs += time.monotonic() - started
-        self._responses += len(answers)
-        self._tokens += sum(answer.tokens for answer in answers)
-        self._cut += sum(answer.finish_reason == "length" for answer in answers)
-        return GeneratedBatch(
-            batch.info,
-            tuple(answer.text for answer in answers),
-            tuple(answer.tokens for answer in answers),
-            tuple(answer.finish_reason for answer in answers),
-            batch.rows,
-        )
+        return [prompt if isinstance(prompt, Answer) else next(made) for prompt in prompts]
+
+    def _rendered(
+        self, rows: Sequence[Mapping[str, Any]], said: Sequence[Sequence[Message]]
+    ) -> list[IntArray | Answer]:
+        """Tokens of conversations that end in a question; an answer with the reason for one that cannot be asked."""
+        from flowdflash.data.rows import Row
+
+        values = [{**row, "messages": list(messages)} for row, messages in zip(rows, said, strict=True)]
+        results = self._encoder.encode([Row(0, value) for value in values])
+        return [
+            result.samples[0].ids
+            if result.samples
+            else Answer("", 0, rejected=result.rejections[0].reason, detail=result.rejections[0].detail)
+            for result in results
+        ]
 
     @property
     def on_cpu(self) -> bool:
@@ -132,7 +168,7 @@ class TransformersGenerator(Generator):
 
     def close(self) -> None:
         """Let go of the model."""
-        self._target = self._tokenizer = None
+        self._target = self._tokenizer = self._encoder = None
 
     def summary(self) -> Mapping[str, Any]:
         """How much was written, and how fast."""
@@ -142,8 +178,3 @@ class TransformersGenerator(Generator):
             "response_tokens": self._tokens,
             "tokens_per_sec": round(self._tokens / self._secs, 1) if self._secs else 0.0,
         }
-
-
-def _batch_seed(seed: int, seq: int) -> int:
-    """Unrelated seeds for the batches of a run; seeds one apart must not share a stream."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {seq}".encode()).digest()[:7], "big")

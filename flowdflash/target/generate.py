@@ -1,10 +1,10 @@
-"""Lets a target answer prompts: right-padded rows in, texts out, cut by position at the end-of-turn token."""
+"""Lets a target answer prompts: token ids in, texts out, cut by position at the end-of-turn token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from flowdflash.errors import ModelInvalid
-from flowdflash.items import TokenBatch
+from flowdflash.items import Answer, IntArray
 from flowdflash.target.load import LoadedTarget
 
 
@@ -32,39 +32,31 @@ class Sampling:
     top_k: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One response: decoded text, generated tokens (the end-of-turn token included), and why it ended."""
-
-    text: str
-    tokens: int
-    finish_reason: Literal["stop", "length"]
-
-
 class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]
-    """Makes the greedy choice a sample of the softmax, drawn from a generator of its own.
+    """Makes the greedy choice a sample of the softmax, each row with draws of its own, whatever batch it is in.
 
     ``do_sample`` would draw from torch's global generator, which other threads use too.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        noise = torch.empty(scores.shape, dtype=torch.float32, device=self._generators[0].device)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
         # An exponential draw is never 0 in practice; the floor keeps the logarithm finite if it is.
-        noise = torch.empty(scores.shape, dtype=torch.float32, device=self._generator.device)
-        noise.exponential_(generator=self._generator).clamp_(min=1e-30)
-        return scores.float() - noise.log().to(scores.device)
+        return scores.float() - noise.clamp_(min=1e-30).log().to(scores.device)
 
 
-def left_padded(batch: TokenBatch, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask of a batch with its padding moved to the left, where ``generate`` wants it."""
-    b, S = batch.input_ids.shape
+def left_padded(prompts: Sequence[IntArray], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask of a batch, padded on the left, where ``generate`` wants it."""
+    b, S = len(prompts), max(map(len, prompts))
     ids = np.full((b, S), pad_id, dtype=np.int64)
     mask = np.zeros((b, S), dtype=np.int64)
-    for row, length in enumerate(batch.lengths.tolist()):
-        ids[row, S - length :] = batch.input_ids[row, :length]
-        mask[row, S - length :] = 1
+    for row, prompt in enumerate(prompts):
+        ids[row, S - len(prompt) :] = prompt
+        mask[row, S - len(prompt) :] = 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
@@ -85,26 +77,26 @@ def stop_ids(target: LoadedTarget, tokenizer: Any) -> tuple[int, ...]:
 def generate_answers(
     target: LoadedTarget,
     tokenizer: Any,
-    batch: TokenBatch,
+    prompts: Sequence[IntArray],
     *,
     stops: Sequence[int],
     max_new_tokens: int,
     sampling: Sampling,
-    seed: int,
+    seeds: Sequence[int],
 ) -> list[Answer]:
-    """One answer per row of a batch of prompts. The same seed gives the same draws, whatever other threads do.
+    """One answer per prompt. The same seed gives a prompt the same draws, whatever its batch and other threads do.
 
     Raises:
         ModelInvalid: prompt and response together are longer than the target can read.
     """
-    S = batch.input_ids.shape[1]
+    S = max(map(len, prompts))
     if 0 < target.max_positions < S + max_new_tokens:
         raise ModelInvalid(
             f"a prompt of {S} tokens and max_new_tokens {max_new_tokens} exceed the {target.max_positions} positions "
             f"of {target.ref} (lower max_new_tokens, or max_length of the source)"
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    ids, mask = left_padded(batch, pad)
+    ids, mask = left_padded(prompts, pad)
     # Everything is said here: what is left open would come from the model's own generation_config.json.
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -120,12 +112,12 @@ def generate_answers(
             ids.to(target.device),
             attention_mask=mask.to(target.device),
             generation_config=config,
-            logits_processor=_processors(sampling, target.device, seed),
+            logits_processor=_processors(sampling, target.device, seeds),
         )
     return [_answer(row, tokenizer, stops) for row in out[:, S:].tolist()]
 
 
-def _processors(sampling: Sampling, device: torch.device, seed: int) -> LogitsProcessorList:
+def _processors(sampling: Sampling, device: torch.device, seeds: Sequence[int]) -> LogitsProcessorList:
     if sampling.temperature == 0:
         return LogitsProcessorList()
     steps: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -133,7 +125,7 @@ def _processors(sampling: Sampling, device: torch.device, seed: int) -> LogitsPr
         steps.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         steps.append(TopPLogitsWarper(sampling.top_p))
-    steps.append(_GumbelNoise(torch.Generator(device).manual_seed(seed)))
+    steps.append(_GumbelNoise([torch.Generator(device).manual_seed(seed) for seed in seeds]))
     return LogitsProcessorList(steps)
 
 
