@@ -1,7 +1,8 @@
 """Who sees whom, and attention under it, by three backends that agree.
 
 A query is slot k of block j with anchor a; keys are the context (the target's states, one per token of the row), then
-all slots of all blocks. The slot sees the context strictly before its anchor, and its own block in both directions.
+all slots of all blocks. The slot sees the context strictly before its anchor, in a packed row only that of its own
+document, and its own block in both directions.
 ``u <= a`` instead of ``u < a`` is the classic leak: the state at the anchor nearly predicts the next token, and does
 not exist yet when the draft is served.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from flowdflash.dflash.documents import documents
 from flowdflash.errors import ModelInvalid
 
 Backend = Literal["sdpa", "eager", "flex"]
@@ -27,14 +29,22 @@ class AttentionMask:
         backend: the backend that ``attend`` uses.
         visible: ``[b, 1, q, k]`` bool, True where a query sees a key; None for ``flex``.
         block_mask: of ``flex_attention``; None for the others.
+        parts: of a packed row, instead of ``visible``: a mask for each document, between its own slots and context.
     """
 
-    def __init__(self, backend: Backend, *, visible: Tensor | None = None, block_mask: Any = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        visible: Tensor | None = None,
+        block_mask: Any = None,
+        parts: tuple[DocumentMask, ...] = (),
+    ) -> None:
         if backend not in get_args(Backend):
             raise ModelInvalid(f"attention backend {backend!r} cannot apply the mask; choose from {get_args(Backend)}")
-        if (block_mask if backend == "flex" else visible) is None:
+        if (block_mask if backend == "flex" else visible) is None and not parts:
             raise ModelInvalid(f"attention backend {backend!r} was given no mask; the draft never runs without one")
-        self.backend, self.visible, self.block_mask = backend, visible, block_mask
+        self.backend, self.visible, self.block_mask, self.parts = backend, visible, block_mask, parts
         self._bias: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def bias(self, dtype: torch.dtype, groups: int) -> Tensor:
@@ -47,7 +57,23 @@ class AttentionMask:
         return self._bias[key]
 
 
-def block_mask(anchors: Tensor, keep: Tensor, *, context: int, block_size: int, backend: Backend) -> AttentionMask:
+class DocumentMask(NamedTuple):
+    """The mask of one document: between ``slots`` of the row's blocks and ``context`` of its tokens."""
+
+    slots: slice
+    context: slice
+    mask: AttentionMask
+
+
+def block_mask(
+    anchors: Tensor,
+    keep: Tensor,
+    *,
+    context: int,
+    block_size: int,
+    backend: Backend,
+    lengths: Tensor | None = None,
+) -> AttentionMask:
     """The mask of one training forward.
 
     Args:
@@ -57,10 +83,14 @@ def block_mask(anchors: Tensor, keep: Tensor, *, context: int, block_size: int, 
         context: context keys per row, ``S``. Rows are right-padded, so padding lies after every anchor.
         block_size: slots per block.
         backend: ``sdpa`` or ``eager`` (dense) or ``flex`` (block-sparse).
+        lengths: ``[n]`` tokens per document, where the one row is packed. Its anchors ascend, those not kept last.
     """
     limit = torch.where(keep, anchors, 0)
     if backend == "flex":
-        return AttentionMask("flex", block_mask=_flex_block_mask(limit, context, block_size))
+        first = torch.zeros_like(limit) if lengths is None else documents(lengths, anchors).start
+        return AttentionMask("flex", block_mask=_flex_block_mask(first, limit, context, block_size))
+    if lengths is not None:
+        return AttentionMask(backend, parts=_document_masks(anchors, keep, lengths, block_size, backend))
     b, A = anchors.shape
     slots = A * block_size
     visible = torch.zeros(b, 1, slots, context + slots, dtype=torch.bool, device=anchors.device)
@@ -95,6 +125,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     groups = H // kv_heads
     if mask.backend == "flex":
         return _flex(q, k, v, mask.block_mask)
+    if mask.parts:
+        # Document by document: one dense mask over a packed row would be the square of what is needed.
+        context = k.shape[2] - n
+        parts = [
+            attend(q[:, :, slots], _of_document(k, own, slots, context), _of_document(v, own, slots, context), part)
+            for slots, own, part in mask.parts
+        ]
+        return torch.cat(parts, dim=2)
     # The heads that share a key head become further query rows of it: keys are never repeated, nor their gradients.
     folded, bias = q.reshape(b, kv_heads, groups * n, d), mask.bias(q.dtype, groups)
     if mask.backend == "sdpa":
@@ -104,7 +142,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     return (torch.softmax(scores, dim=-1, dtype=precise).to(v.dtype) @ v).view(b, H, n, d)
 
 
-def _flex_block_mask(limit: Tensor, context: int, block_size: int) -> Any:
+def _of_document(x: Tensor, context: slice, slots: slice, size: int) -> Tensor:
+    """Keys or values of one document, of a row's ``size`` context tokens followed by all slots."""
+    return torch.cat([x[:, :, context], x[:, :, size + slots.start : size + slots.stop]], dim=2)
+
+
+def _document_masks(
+    anchors: Tensor, keep: Tensor, lengths: Tensor, block_size: int, backend: Backend
+) -> tuple[DocumentMask, ...]:
+    """A mask for each document that has blocks; blocks that are not kept come last, as of a document of no tokens."""
+    owner = torch.where(keep, documents(lengths, anchors).number, len(lengths))[0]
+    if bool((owner.diff() < 0).any()):
+        raise ValueError("anchors of a packed row must ascend, and those that are not kept come last")
+    counts = torch.bincount(owner, minlength=len(lengths) + 1).tolist()
+    parts, block, start = [], 0, 0
+    for count, length in zip(counts, [*lengths.tolist(), 0], strict=True):
+        own = slice(block, block + count)
+        if count:
+            mask = block_mask(
+                anchors[:, own] - start, keep[:, own], context=length, block_size=block_size, backend=backend
+            )
+            slots = slice(block * block_size, (block + count) * block_size)
+            parts.append(DocumentMask(slots, slice(start, start + length), mask))
+        block, start = block + count, start + length
+    return tuple(parts)
+
+
+def _flex_block_mask(first: Tensor, limit: Tensor, context: int, block_size: int) -> Any:
     """The rule as a function of indices. Query indices may exceed the last block: kernels round lengths up to 128."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -112,9 +176,10 @@ def _flex_block_mask(limit: Tensor, context: int, block_size: int) -> Any:
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // block_size
+        own = block.clamp(max=A - 1)
         return torch.where(
             key < context,
-            key < limit[row, block.clamp(max=A - 1)],
+            (key >= first[row, own]) & (key < limit[row, own]),
             torch.div(key - context, block_size, rounding_mode="floor") == block,
         )
 

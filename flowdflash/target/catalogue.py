@@ -125,35 +125,62 @@ def same_model(one: str, other: str) -> bool:
     return one == other or (one in KNOWN and KNOWN[one] is KNOWN.get(other))
 
 
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "model_type": ("model_type",),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "hidden_act": ("hidden_act", "hidden_activation", "activation_function"),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "rope_theta": ("rope_theta",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "tied": ("tie_word_embeddings",),
+    "bos_token_id": ("bos_token_id",),
+    "eos_token_id": ("eos_token_id",),
+    "pad_token_id": ("pad_token_id",),
+}
+"""Names of the facts in the configs of transformers."""
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_LOGIT_SCALES = ("logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier")
+
+
 def config_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts from the content of a ``config.json``; those of the text tower where the model is a wrapper."""
-    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else config
-    names = {
-        "model_type": "model_type",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "intermediate_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "rope_theta": "rope_theta",
-        "rms_norm_eps": "rms_norm_eps",
-        "tied": "tie_word_embeddings",
-        "bos_token_id": "bos_token_id",
-        "eos_token_id": "eos_token_id",
-        "pad_token_id": "pad_token_id",
-    }
-    facts = {ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None}
-    rope = text.get("rope_parameters")
-    if isinstance(rope, Mapping) and "rope_theta" in rope:
+    """Facts from the content of a ``config.json``; those of the text tower where the model is a wrapper.
+
+    ``unfit`` says why a model cannot be a target, where something speaks against it.
+    """
+    inner = config["text_config"] if isinstance(config.get("text_config"), Mapping) else {}
+    text = {**config, **{name: value for name, value in inner.items() if value is not None}}
+    known = {ours: [text[name] for name in theirs if text.get(name) is not None] for ours, theirs in _NAMES.items()}
+    facts = {ours: values[0] for ours, values in known.items() if values}
+    rope = text.get("rope_parameters") or {}
+    # Where layers of a window turn otherwise, the draft, which has none, turns as those that see all.
+    rope = rope.get("full_attention", rope)
+    if rope.get("rope_theta") is not None:
         facts["rope_theta"] = rope["rope_theta"]
     if "head_dim" not in facts and {"hidden_size", "num_heads"} <= set(facts):
         facts["head_dim"] = facts["hidden_size"] // facts["num_heads"]
     if "num_kv_heads" not in facts and "num_heads" in facts:
         facts["num_kv_heads"] = facts["num_heads"]
+    if unfit := _unfit(text):
+        facts["unfit"] = unfit
     return facts
+
+
+def _unfit(text: Mapping[str, Any]) -> str:
+    if text.get("is_encoder_decoder"):
+        return "it has an encoder; a draft reads the states of a decoder alone"
+    odd = sorted(set(text.get("layer_types") or ()) - _LAYER_TYPES)
+    if odd:
+        return f"its {odd[0]} layers keep a state that cannot be rolled back after a rejected draft"
+    scales = [name for name in _LOGIT_SCALES if text.get(name) not in (None, 1)]
+    return f"it multiplies its logits ({scales[0]} {text[scales[0]]}), which no draft would be told" if scales else ""
 
 
 def _folder_facts(folder: Path) -> dict[str, Any] | None:

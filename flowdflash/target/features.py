@@ -1,10 +1,11 @@
 """Features kept on disk after the first pass, so that later passes read instead of compute.
 
 A folder holds ``manifest.json`` (what the features depend on), safetensors shards and the target's head probe. A
-shard holds many samples end to end: ``features [T, K, D]``, ``input_ids [T]`` int32, ``offsets [n + 1]`` int64 and
-``keys [n, 32]``, the sha256 of each sample's ids. So neither the order of samples nor the batches they came in matter.
-A shard appears by a rename once it is whole; whatever is not whole is not looked at. Several replicas, or several runs,
-may share a folder: each writes shards under names of its own and picks up what the others have finished.
+shard holds many samples end to end: ``features [T, K, D]`` (K + 1 with the last states), ``input_ids [T]`` int32,
+``offsets [n + 1]`` int64 and ``keys [n, 32]``, the sha256 of each sample's ids. So neither the order of samples nor the
+batches they came in matter. A shard appears by a rename once it is whole; whatever is not whole is not looked at.
+Several replicas, or several runs, may share a folder: each writes shards under names of its own and picks up what the
+others have finished.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class FeatureCache:
         self._max_bytes, self._shard_bytes = max_bytes, shard_bytes
         self._report = report or SilentReport()
         self._width = int(fingerprint["hidden_size"])
-        self._taps = len(fingerprint["layers"])
+        # The states after the final norm are kept like those of one more layer.
+        self._taps = len(fingerprint["layers"]) + bool(fingerprint.get("last_hidden"))
         self._dtype: torch.dtype = getattr(torch, fingerprint["dtype"])
         self._shards: dict[str, Tensor] = {}
         self._where: dict[bytes, tuple[str, int, int]] = {}
@@ -91,28 +93,28 @@ class FeatureCache:
         return sum(path.stat().st_size for path in self.folder.glob("shard-*.safetensors"))
 
     def read(self, batch: TokenBatch) -> Tensor | None:
-        """``[b, S, K * D]`` features on the host, zero on padding; None unless every row of the batch is kept."""
-        rows = [row_ids(batch, row) for row in range(len(batch.lengths))]
-        keys = [sample_key(ids) for ids in rows]
+        """``[b, S, K * D]`` features on the host, zero on padding; None unless every sample of the batch is kept."""
+        places = batch.info.places
+        keys = [sample_key(sample_ids(batch, place)) for place in places]
         if any(self._missing(key) for key in keys):
             self._scan()
             if any(self._missing(key) for key in keys):
                 return None
         b, S = batch.input_ids.shape
         out = torch.zeros(b, S, self._taps * self._width, dtype=self._dtype)
-        for row, (ids, key) in enumerate(zip(rows, keys, strict=True)):
-            out[row, : len(ids)] = self._sample(key).flatten(1)
+        for place, key in zip(places, keys, strict=True):
+            out[place] = self._sample(key).flatten(1)
         return out
 
     def add(self, batch: TokenBatch, features: Tensor) -> None:
-        """Keep the rows of a batch that are not kept yet."""
+        """Keep the samples of a batch that are not kept yet."""
         if self.full:
             return
-        for row in range(len(batch.lengths)):
-            ids = row_ids(batch, row)
+        for place in batch.info.places:
+            ids = sample_ids(batch, place)
             key = sample_key(ids)
             if self._missing(key):
-                kept = features[row, : len(ids)].to("cpu", copy=True).view(len(ids), self._taps, self._width)
+                kept = features[place].to("cpu", copy=True).view(len(ids), self._taps, self._width)
                 self._pending[key] = (ids, kept)
                 self._pending_bytes += _nbytes(kept) + ids.nbytes
         if self._pending_bytes >= self._shard_bytes:
@@ -243,9 +245,9 @@ class FeatureCache:
         self._report.warn(f"no more features are kept: {reason}; what is not kept is computed again in each epoch")
 
 
-def row_ids(batch: TokenBatch, row: int) -> np.ndarray[Any, Any]:
-    """Real ids of one row, int32."""
-    return batch.input_ids[row, : int(batch.lengths[row])].astype("<i4")
+def sample_ids(batch: TokenBatch, place: tuple[int, slice]) -> np.ndarray[Any, Any]:
+    """Ids of the sample at a place of a batch, int32."""
+    return batch.input_ids[place].astype("<i4")
 
 
 def sample_key(ids: np.ndarray[Any, Any]) -> bytes:

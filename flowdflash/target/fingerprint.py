@@ -15,7 +15,9 @@ _CHUNK_BYTES = 65536
 _CHUNKS = 16
 
 
-def fingerprint(folder: Path, ref: str, layers: Sequence[int], hidden_size: int, dtype: str) -> dict[str, Any]:
+def fingerprint(
+    folder: Path, ref: str, layers: Sequence[int], hidden_size: int, dtype: str, *, last_hidden: bool = False
+) -> dict[str, Any]:
     """Everything that changes the features of a sample, or how they are laid out."""
     return {
         "format": FORMAT,
@@ -28,6 +30,8 @@ def fingerprint(folder: Path, ref: str, layers: Sequence[int], hidden_size: int,
         "hidden_size": hidden_size,
         "dtype": dtype,
         "attention": "sdpa",
+        # Absent where they are not kept: what was kept before they could be is still good.
+        **({"last_hidden": True} if last_hidden else {}),
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowdflash.errors import ModelInvalid
 from flowdflash.stage import Report
+from flowdflash.target.catalogue import config_facts
 from flowdflash.target.fetch import resolve_model
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte)\.weight$")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
+HEAD_BIAS = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.bias$")
 FINAL_NORM = re.compile(r"(?:^|\.)(?:norm|ln_f|final_layernorm)\.weight$")
 LAYER = re.compile(r"^(?P<prefix>.*?)\b(?:layers|h)\.(?P<layer>\d+)\.(?P<name>.+)$")
 # A wrapper model may hold a second stack of layers, in a tower that reads pictures or sound.
@@ -46,6 +48,9 @@ def load_embedding_and_head(ref: str, cache_dir: Path, report: Report | None = N
     config = text_config(folder)
     hidden = int(config.hidden_size)
     name = _only(folder, "embedding", (n for n in files if EMBEDDING.search(n) and not OTHER_TOWERS.search(n)))
+    biases = [n for n in files if HEAD_BIAS.search(n) and not OTHER_TOWERS.search(n)]
+    if biases:
+        raise ModelInvalid(f"{folder}: its output head has a bias ({biases[0]}), which a draft cannot borrow")
     embed = _read(folder, {name: files[name]})[name].float()
     if embed.ndim != 2 or embed.shape[1] != hidden:
         raise ModelInvalid(f"{folder}: {name} has shape {list(embed.shape)}, expected rows of hidden size {hidden}")
@@ -121,9 +126,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        where = {
-            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if elsewhere := sorted({file for file in named.values() if Path(file).name != file}):
+            raise ModelInvalid(f"{index} names {elsewhere[0]!r}, which does not lie beside it (fetch the model again)")
+        where = {name: folder / file for name, file in named.items()}
         absent = sorted({file.name for file in where.values() if not file.is_file()})
         if absent:
             raise ModelInvalid(f"{folder} lacks {', '.join(absent)}, named in {index.name} (fetch the model again)")
@@ -140,21 +146,38 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         raise ModelInvalid(f"{single} cannot be read: {error} (fetch the model again)") from error
 
 
+def target_config_facts(ref: str, folder: Path) -> dict[str, Any]:
+    """Facts of a model from its folder, with what its file leaves out because its class has it as a default.
+
+    Raises:
+        ModelInvalid: something speaks against it as a target.
+    """
+    facts = config_facts(model_config(folder).to_dict())
+    if "unfit" in facts:
+        raise ModelInvalid(f"{ref} cannot be a target: {facts['unfit']}")
+    return facts
+
+
 def text_config(folder: Path) -> Any:
     """The transformers config of the model, or of its text tower where it is a wrapper."""
-    return _config(folder).get_text_config(decoder=True)
+    return model_config(folder).get_text_config(decoder=True)
 
 
 def tied_head(folder: Path) -> bool:
     """The config says that the output head is the embedding; in a wrapper, either place may say it."""
-    config = _config(folder)
+    config = model_config(folder)
     return bool(
         getattr(config, "tie_word_embeddings", False)
         or getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     )
 
 
-def _config(folder: Path) -> Any:
+def model_config(folder: Path) -> Any:
+    """The transformers config of the model.
+
+    Raises:
+        ModelInvalid: it cannot be read.
+    """
     from transformers import AutoConfig
 
     try:
