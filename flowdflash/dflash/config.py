@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowdflash.errors import ModelInvalid
+
+if TYPE_CHECKING:
+    from flowdflash.dflash.model import DFlashDraft
 
 
 def auto_layers(num_target_layers: int, n: int) -> tuple[int, ...]:
@@ -78,7 +82,13 @@ def resolve_layers(layers: Sequence[int] | str, num_features: int, num_target_la
 class DraftConfig:
     """Everything that defines a draft model besides its weights.
 
+    Another kind of draft is a class that derives from this one directly, with an ``architecture`` of its own: whatever
+    reads a ``config.json`` finds it by that name once its module is loaded. Fields that it adds are keys at the top of
+    the file.
+
     Attributes:
+        architecture: what a ``config.json`` calls this kind of draft.
+        first_slot: first slot that drafts a token: 1, after the anchor's; 0 where the anchor's drafts what follows it.
         hidden_size: width of draft and target, ``D``.
         intermediate_size: width of the MLP.
         num_hidden_layers: draft layers.
@@ -90,7 +100,11 @@ class DraftConfig:
         num_target_layers: decoder layers of the target.
         rms_norm_eps, rope_theta, max_position_embeddings, initializer_range: as in Qwen3.
         bos_token_id, eos_token_id, pad_token_id: of the target, for the exported config.
+        final_logit_softcapping: bound of the target's logits, where it has one; the draft's are bounded alike.
     """
+
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    first_slot: ClassVar[int] = 1
 
     hidden_size: int
     intermediate_size: int
@@ -110,9 +124,10 @@ class DraftConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(DraftConfig):
             self._check_number(field.name)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelInvalid(
@@ -137,7 +152,9 @@ class DraftConfig:
         elif name.endswith("token_id") and name != "mask_token_id":
             good = value is None or type(value) is int or (isinstance(value, tuple) and name == "eos_token_id")
             wanted = "an integer or None"
-        elif name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        elif name == "final_logit_softcapping" and value is None:
+            return
+        elif name in ("final_logit_softcapping", "rms_norm_eps", "rope_theta", "initializer_range"):
             good, wanted = isinstance(value, int | float) and value > 0, "a positive number"
         elif name == "mask_token_id":
             good, wanted = type(value) is int, "an integer"
@@ -150,6 +167,33 @@ class DraftConfig:
     def num_features(self) -> int:
         """Tapped layers, ``K``."""
         return len(self.target_layer_ids)
+
+    def span(self, block_size: int) -> int:
+        """Tokens that the target verifies at once: the anchor and what a block of so many slots drafts."""
+        return block_size + 1 - self.first_slot
+
+    @classmethod
+    def own_fields(cls) -> tuple[str, ...]:
+        """Fields that this kind of draft adds."""
+        return tuple(field.name for field in fields(cls))[len(fields(DraftConfig)) :]
+
+    def own_keys(self) -> dict[str, Any]:
+        """What the ``config.json`` says beside what that of a DFlash draft does."""
+        return {name: getattr(self, name) for name in self.own_fields()}
+
+    def own_tensors(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The table of ``tensor_shapes`` for this kind of draft; ``shapes`` is that of a DFlash draft."""
+        return shapes
+
+    def new_draft(self, *, seed: int | None = 0) -> DFlashDraft:
+        """A draft of this kind and shape; see ``DFlashDraft``."""
+        from flowdflash.dflash.model import DFlashDraft
+
+        return DFlashDraft(self, seed=seed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that two drafts can differ in."""
+        return {"architecture": self.architecture, **asdict(self)}
 
     @property
     def num_parameters(self) -> int:
@@ -164,7 +208,7 @@ class DraftConfig:
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each of the ``11 * num_hidden_layers + 3`` tensors of a draft, named as in published drafts."""
+    """Name and shape of each tensor, named as in published drafts; ``11 * num_hidden_layers + 3`` of a DFlash draft."""
     D, I, d = config.hidden_size, config.intermediate_size, config.head_dim  # noqa: E741
     q_rows, kv_rows = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {
@@ -187,4 +231,4 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     }
     for i in range(config.num_hidden_layers):
         shapes.update({f"layers.{i}.{name}.weight": shape for name, shape in layer.items()})
-    return shapes
+    return config.own_tensors(shapes)

@@ -1,29 +1,33 @@
-"""The published on-disk form of a DFlash draft: ``config.json`` and ``model.safetensors``, as servers read it.
+"""The published on-disk form of a DFlash draft, as servers read it.
 
-Servers ignore unknown tensors and do not report missing ones, so the writer compares names and shapes itself, and the
-reader is strict. Neither guesses: a choice made in training that is absent from the file, or written twice with
-different values, is an error.
+Nothing is guessed: a choice made in training that is absent from the file, or written twice with different values, is
+an error.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowdflash.dflash.config import DraftConfig, tensor_shapes
+from flowdflash.dflash.config import DraftConfig
+from flowdflash.dflash.folder import (
+    CONFIG,
+    DTYPES,
+    PROVENANCE,
+    WEIGHTS,
+    ExportDtype,
+    check_tensors,
+    read_json,
+    read_tensors,
+    write_folder,
+)
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.errors import ModelInvalid
 
-ExportDtype = Literal["bfloat16", "float16", "float32"]
-_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_PLAIN_KEYS = (
+PLAIN_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -49,11 +53,11 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("conv_kernel_size", ()),
     ("selector_rank", ()),
     ("output_multiplier", (1, 1.0)),
-    ("final_logit_softcapping", ()),
     ("input_embedding_scale", (1, 1.0)),
     ("draft_vocab_size", ()),
     ("target_hidden_size", ()),
     ("is_neox_style", (True,)),
+    ("partial_rotary_factor", (1, 1.0)),
     ("logit_scale", (1, 1.0)),
 )
 
@@ -68,22 +72,34 @@ def zlab_config(
         dtype: of the stored tensors.
         provenance: where it comes from (target's name and revision, data, ...), kept under the key ``flowdflash``.
     """
-    if dtype not in _DTYPES:
-        raise ModelInvalid(f"export dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-    eos = config.eos_token_id
-    written: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        **{key: getattr(config, key) for key in _PLAIN_KEYS},
-        "initializer_range": config.initializer_range,
+    nested = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+    }
+    if config.final_logit_softcapping is not None:
+        nested["final_logit_softcapping"] = config.final_logit_softcapping
+    return {
+        "architectures": [config.architecture],
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-            "block_size": config.block_size,
-            "num_target_layers": config.num_target_layers,
-        },
+        **config.own_keys(),
+        "dflash_config": nested,
+        **decoder_config(config, dtype),
+        **({PROVENANCE: dict(provenance)} if provenance else {}),
+    }
+
+
+def decoder_config(config: DraftConfig, dtype: ExportDtype) -> dict[str, Any]:
+    """What a draft's config says of its layers: those of Qwen3, whatever the target is."""
+    if dtype not in DTYPES:
+        raise ModelInvalid(f"export dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    eos = config.eos_token_id
+    return {
+        "model_type": "qwen3",
+        **{key: getattr(config, key) for key in PLAIN_KEYS},
+        "initializer_range": config.initializer_range,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -102,29 +118,6 @@ def zlab_config(
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "pad_token_id": config.pad_token_id,
     }
-    if provenance:
-        written["flowdflash"] = dict(provenance)
-    return written
-
-
-def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names or shapes are not exactly those of a draft of this shape."""
-    wanted = tensor_shapes(config)
-    problems = [f"{name} is missing" for name in wanted if name not in tensors]
-    problems += [f"{name} does not belong to a draft" for name in tensors if name not in wanted]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    problems += [f"{n} holds values that are not finite" for n in wanted if n in tensors and not _finite(tensors[n])]
-    if problems:
-        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
-        raise ModelInvalid(f"{what}: {shown}")
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
 
 
 def export_zlab(
@@ -133,41 +126,12 @@ def export_zlab(
     tensors: Mapping[str, Tensor],
     *,
     dtype: ExportDtype = "bfloat16",
-    target_vocab_size: int | None = None,
+    target_facts: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a draft for servers to load. The config is written last: a folder without one is not complete.
-
-    Args:
-        folder: made if absent.
-        config: shape of the draft.
-        tensors: exactly the draft's own tensors; nothing of the target.
-        dtype: of the file.
-        target_vocab_size: rows of the target's embedding table; must be the draft's, where given.
-        provenance: see ``zlab_config``.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ModelInvalid: names, shapes, values or vocabulary are wrong; nothing is written then.
-    """
+    """Write a draft for servers to load; see ``write_folder`` and ``zlab_config``."""
     written = zlab_config(config, dtype=dtype, provenance=provenance)
-    if target_vocab_size is not None and target_vocab_size != config.vocab_size:
-        raise ModelInvalid(
-            f"export: vocab_size {config.vocab_size} is not the target's {target_vocab_size} embedding rows (padding "
-            "rows count); a server that shares the target's head would reject every draft"
-        )
-    check_tensors(config, tensors, "export")
-    # Copies: tensors that share memory cannot be saved, and the live model may be training on.
-    stored = {name: t.detach().to("cpu", _DTYPES[dtype], copy=True).contiguous() for name, t in tensors.items()}
-    check_tensors(config, stored, f"export in {dtype}")
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").unlink(missing_ok=True)
-    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return out
+    return write_folder(folder, written, config, tensors, dtype=dtype, target_facts=target_facts)
 
 
 def load_zlab(folder: str | Path) -> tuple[DraftConfig, DFlashDraft]:
@@ -177,17 +141,10 @@ def load_zlab(folder: str | Path) -> tuple[DraftConfig, DFlashDraft]:
         ModelInvalid: a file or key is missing, values conflict, an option is not supported, or tensors do not fit.
     """
     path = Path(folder)
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelInvalid(f"{path / 'config.json'} cannot be read: {error}") from error
-    config = config_from_zlab(raw, where=str(path / "config.json"))
-    try:
-        tensors = load_file(path / "model.safetensors")
-    except Exception as error:
-        raise ModelInvalid(f"{path / 'model.safetensors'} cannot be read: {error}") from error
-    check_tensors(config, tensors, str(path / "model.safetensors"))
-    draft = DFlashDraft(config, seed=None)
+    config = config_from_zlab(read_json(path / CONFIG), where=str(path / CONFIG))
+    tensors = read_tensors(path / WEIGHTS)
+    check_tensors(config, tensors, str(path / WEIGHTS))
+    draft = config.new_draft(seed=None)
     draft.load_state_dict(tensors, strict=True, assign=True)
     return config, draft
 
@@ -202,28 +159,39 @@ def config_from_zlab(raw: Mapping[str, Any], *, where: str = "config.json") -> D
     if not isinstance(nested, Mapping):
         raise ModelInvalid(f"{where}: dflash_config should be a mapping")
     _refuse_unsupported(raw, nested, where)
-    rope = raw.get("rope_parameters") or {}
-    theta = _one_value(
-        {"rope_theta": raw.get("rope_theta"), "rope_parameters.rope_theta": rope.get("rope_theta")}, where
-    )
-    values = {key: _one_value({key: raw.get(key)}, where) for key in _PLAIN_KEYS}
+    kind = _kind(raw.get("architectures") or [DraftConfig.architecture], where)
+    ropes = {f"{key}.rope_theta": (raw.get(key) or {}).get("rope_theta") for key in ("rope_parameters", "rope_scaling")}
+    theta = one_value({"rope_theta": raw.get("rope_theta"), **ropes}, where)
+    values = {key: one_value({key: raw.get(key)}, where) for key in (*PLAIN_KEYS, *kind.own_fields())}
     for key in ("mask_token_id", "target_layer_ids", "block_size", "num_target_layers"):
-        values[key] = _one_value({f"dflash_config.{key}": nested.get(key), key: raw.get(key)}, where)
+        values[key] = one_value({f"dflash_config.{key}": nested.get(key), key: raw.get(key)}, where)
+    cap = "final_logit_softcapping"
+    caps = {f"dflash_config.{cap}": nested.get(cap), cap: raw.get(cap)}
     eos = raw.get("eos_token_id")
     try:
-        return DraftConfig(
+        return kind(
             **{**values, "target_layer_ids": tuple(values["target_layer_ids"])},
             rope_theta=theta,
             initializer_range=raw.get("initializer_range", 0.02),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
             pad_token_id=raw.get("pad_token_id"),
+            final_logit_softcapping=one_value(caps, where) if any(caps.values()) else None,
         )
     except (TypeError, ModelInvalid) as error:
         raise ModelInvalid(f"{where}: {error}") from error
 
 
-def _one_value(places: Mapping[str, Any], where: str) -> Any:
+def _kind(architectures: Sequence[str], where: str) -> type[DraftConfig]:
+    """Which kind of draft it is: a DFlash draft, or one of those that plugins add."""
+    kinds: list[type[DraftConfig]] = [DraftConfig, *DraftConfig.__subclasses__()]
+    for kind in kinds:
+        if kind.architecture in architectures:
+            return kind
+    raise ModelInvalid(f"{where}: architectures {architectures!r} is not a DFlash draft, nor one of a plugin here")
+
+
+def one_value(places: Mapping[str, Any], where: str) -> Any:
     """The one value that the given places agree on."""
     found = {place: value for place, value in places.items() if value is not None}
     if not found:
@@ -244,12 +212,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], where
             value = table.get(key)
             if value is not None and value not in harmless:
                 raise ModelInvalid(f"{where}: {place}{key} = {value!r} is not supported by this model")
-    if "DFlashDraftModel" not in (raw.get("architectures") or ["DFlashDraftModel"]):
-        raise ModelInvalid(f"{where}: architectures {raw['architectures']!r} is not a DFlash draft")
     odd = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
     if odd:
         raise ModelInvalid(f"{where}: layer_types holds {odd[0]!r}; only full_attention is supported")
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
     for key in ("rope_scaling", "rope_parameters"):
-        kind = (raw.get(key) or {}).get("rope_type", "default")
-        if kind != "default":
-            raise ModelInvalid(f"{where}: {key} has rope_type {kind!r}; only plain rotary positions are supported")
+        for name, value in (raw.get(key) or {}).items():
+            if name != "rope_theta" and value is not None and value != plain.get(name):
+                raise ModelInvalid(f"{where}: {key}.{name} = {value!r}; only plain rotary positions are supported")

@@ -10,12 +10,13 @@ enter the cache, so there is nothing to roll back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from flowdflash.dflash.config import DraftConfig, auto_layers, check_layers, tensor_shapes
+from flowdflash.dflash.head import Head, head_loss
 from flowdflash.dflash.mask import AttentionMask, attend
 from flowdflash.dflash.norm import RMSNorm, precise
 from flowdflash.errors import ModelInvalid
@@ -31,6 +32,10 @@ __all__ = [
     "init_fusion",
     "tensor_shapes",
 ]
+
+
+Pick = Callable[[Tensor, int], Tensor]
+"""``(scores [b, n, V], at) -> tokens [b, n]``: chooses the drafts from number ``at`` on."""
 
 
 class Rotary:
@@ -77,10 +82,17 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(d, config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values ``[b, Hkv, n, d]`` of context states or block slots: the same weights."""
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        v: Tensor = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return rotary(k), v
+        """Keys and values of block slots, and of the context: the same weights."""
+        return self.shaped(self.k_proj(x), self.v_proj(x), rotary)
+
+    def shaped(self, k: Tensor, v: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values ``[b, Hkv, n, d]`` of projected states ``[b, n, Hkv*d]``."""
+        k, v = (x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (k, v))
+        return rotary(self.k_norm(k).transpose(1, 2)), v.transpose(1, 2)
+
+    def context_keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """The same of context states."""
+        return self.keys_values(x, rotary)
 
     def forward(self, x: Tensor, context: tuple[Tensor, Tensor], rotary: Rotary, mask: AttentionMask) -> Tensor:
         """Attend from the slots ``x [b, q, D]`` (already normed) to context keys and values, and to themselves."""
@@ -162,16 +174,22 @@ class DFlashDraft(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            self.fc = nn.Linear(config.num_features * config.hidden_size, config.hidden_size, bias=False)
-            self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.build()
         if seed is not None:
             self.to_empty(device="cpu")
-            self._initialise(torch.Generator().manual_seed(seed))
+            self.initialise(torch.Generator().manual_seed(seed))
+
+    def build(self) -> None:
+        """Make the modules, by the config."""
+        config = self.config
+        self.fc = nn.Linear(config.num_features * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+    def initialise(self, generator: torch.Generator) -> None:
+        """Give all parameters their first values."""
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
@@ -181,14 +199,15 @@ class DFlashDraft(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.fc.weight.dtype
+        return self.norm.weight.dtype
 
-    def context(self, features: Tensor) -> Tensor:
-        """Fuse target features ``[b, C, K*D]`` into the context states ``[b, C, D]`` that all layers share."""
-        if not torch.is_autocast_enabled(features.device.type):
-            features = features.to(self.dtype)
-        fused: Tensor = self.hidden_norm(self.fc(features))
-        return fused
+    def contexts(self, features: Tensor) -> Sequence[Tensor]:
+        """Fuse target features ``[b, C, K*D]`` into each layer's context states ``[b, C, D]``: all share one."""
+        return [self.hidden_norm(self.fc(self.cast(features)))] * len(self.layers)
+
+    def cast(self, features: Tensor) -> Tensor:
+        """In the dtype of the weights, unless autocast sees to it."""
+        return features if torch.is_autocast_enabled(features.device.type) else features.to(self.dtype)
 
     def forward(self, block_embeds: Tensor, features: Tensor, position_ids: Tensor, mask: AttentionMask) -> Tensor:
         """All blocks of all rows at once, for training.
@@ -204,9 +223,9 @@ class DFlashDraft(nn.Module):
         """
         length = features.shape[1]
         rotary_context, rotary = Rotary.at(position_ids, self.config, self.dtype).split(length)
-        context, x = self.context(features), block_embeds.to(self.dtype)
-        for layer in self._layers():
-            x = layer(x, layer.self_attn.keys_values(context, rotary_context), rotary, mask)
+        contexts, x = self.contexts(features), block_embeds.to(self.dtype)
+        for layer, context in zip(self._layers(), contexts, strict=True):
+            x = layer(x, layer.self_attn.context_keys_values(context, rotary_context), rotary, mask)
         out: Tensor = self.norm(x)
         return out
 
@@ -214,13 +233,14 @@ class DFlashDraft(nn.Module):
         """An empty cache for ``rows`` rows of up to ``max_length`` positions."""
         shape = (rows, self.config.num_key_value_heads, max_length, self.config.head_dim)
         # Zeros, not empty: a masked slot still meets a weight of 0, and 0 times NaN is NaN.
-        return ContextCache([(self.fc.weight.new_zeros(shape), self.fc.weight.new_zeros(shape)) for _ in self.layers])
+        zeros = self.norm.weight.new_zeros
+        return ContextCache([(zeros(shape), zeros(shape)) for _ in self.layers])
 
     def extend(self, cache: ContextCache, features: Tensor, positions: Tensor) -> None:
         """Add the target's states ``[b, n, K*D]`` of tokens at ``positions [b, n]`` to the context."""
-        context, rotary = self.context(features), Rotary.at(positions, self.config, self.dtype)
-        for i, layer in enumerate(self._layers()):
-            cache.write(i, positions, *layer.self_attn.keys_values(context, rotary))
+        contexts, rotary = self.contexts(features), Rotary.at(positions, self.config, self.dtype)
+        for i, (layer, context) in enumerate(zip(self._layers(), contexts, strict=True)):
+            cache.write(i, positions, *layer.self_attn.context_keys_values(context, rotary))
 
     def propose(
         self, block_embeds: Tensor, cache: ContextCache, position_ids: Tensor, mask: AttentionMask, length: int
@@ -239,6 +259,29 @@ class DFlashDraft(nn.Module):
             x = layer(x, cache.read(i, length), rotary, mask)
         out: Tensor = self.norm(x)
         return out
+
+    def bounded(self, logits: Tensor) -> Tensor:
+        """Logits of the target's head, bounded as the target bounds its own."""
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits.to(precise(logits.dtype)) / cap)
+
+    def draft_tokens(self, logits: Tensor, anchor: Tensor, pick: Pick) -> Tensor:
+        """Choose the drafts ``[b, n]`` of blocks at tokens ``anchor [b]`` from the head's ``logits [b, n, V]``."""
+        return pick(self.bounded(logits), 0)
+
+    def slot_losses(
+        self,
+        hidden: Tensor,
+        head: Head,
+        labels: Tensor,
+        previous: Tensor,
+        *,
+        taught: Tensor | None,
+        kind: str,
+        chunk_slots: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of each slot in training; see ``head_loss``. ``previous [n]`` holds the tokens before the labels."""
+        return head_loss(hidden, head, labels, taught=taught, kind=kind, chunk_slots=chunk_slots)
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,50 @@ from torch import Tensor, nn
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.errors import ModelInvalid
 
+OptimizerKind = Literal["adamw", "muon"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as one optimizer whose groups and state are theirs.
+
+    Muon's update is scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], **adamw: Any) -> None:
+        own = {name: adamw[name] for name in ("lr", "weight_decay")}
+        self._parts = (
+            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **own),
+            torch.optim.AdamW(others, **adamw),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], own)
+        self._share()
+
+    def _share(self) -> None:
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both."""
+        for part in self._parts:
+            part.step()  # type: ignore[no-untyped-call]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
 
 
 def build_optimizer(
     draft: DFlashDraft,
     *,
+    kind: OptimizerKind = "adamw",
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     eps: float = 1e-8,
-) -> torch.optim.AdamW:
-    """AdamW over the draft's parameters and no others. Takes the draft, so that nothing of the target can get in.
+) -> torch.optim.Optimizer:
+    """An optimizer over the draft's parameters and no others. Takes the draft: nothing of the target can get in.
 
     Raises:
         ModelInvalid: it is not a draft, or a parameter is below fp32.
@@ -34,12 +66,18 @@ def build_optimizer(
     low = [name for name, p in draft.named_parameters() if p.dtype not in (torch.float32, torch.float64)]
     if low:
         raise ModelInvalid(
-            f"parameter {low[0]} is {dict(draft.named_parameters())[low[0]].dtype}: AdamW on it loses every update "
+            f"parameter {low[0]} is {dict(draft.named_parameters())[low[0]].dtype}: it loses every update "
             "smaller than its rounding, about 0.4 % in bf16; keep the parameters in fp32 and use autocast"
         )
     # Fused: one pass over memory instead of a dozen, on CPUs too.
-    fused = draft.fc.weight.device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(draft.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, eps=eps, fused=fused)
+    fused = draft.norm.weight.device.type in ("cpu", "cuda")
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "fused": fused}
+    if kind == "adamw":
+        return torch.optim.AdamW(draft.parameters(), **options)
+    # Tables and heads that a draft has besides its layers are no matrices to Muon.
+    named = [(p, p.ndim == 2 and name.startswith(("fc.", "layers."))) for name, p in draft.named_parameters()]
+    matrices, others = ([p for p, matrix in named if matrix is wanted] for wanted in (True, False))
+    return MuonAdamW(matrices, others, **options)
 
 
 @dataclass(frozen=True, slots=True)

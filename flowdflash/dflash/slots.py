@@ -77,7 +77,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 class TargetView:
-    """A Hugging Face causal LM seen as embedding, decoder with tapped layers, and head.
+    """A Hugging Face causal LM seen as embedding, tapped layers and logits, and a head for the draft.
 
     Args:
         model: Llama-, Qwen- or similar, with full attention in all layers.
@@ -91,11 +91,10 @@ class TargetView:
         self.model, self.tapped = model, tuple(layers)
         name = type(model).__name__
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "model", None)
-        blocks = getattr(decoder, "layers", None)
+        blocks = getattr(decoder, "layers", getattr(decoder, "h", None))
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if decoder is None or blocks is None or head is None:
-            raise ModelInvalid(f"target {name} is not a decoder with 'layers' and an output head; it cannot be decoded")
-        self.decoder: nn.Module = decoder
+            raise ModelInvalid(f"target {name} is not a decoder with layers and an output head; it cannot be decoded")
         self.blocks: Sequence[nn.Module] = blocks
         self.head: nn.Module = head
         _check_croppable(model, name)
@@ -117,11 +116,19 @@ class TargetView:
         """An empty cache."""
         return SlotCache(len(self.blocks), max_length)
 
-    def forward(self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, ids: Tensor, positions: Tensor, cache: SlotCache, length: int, *, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run ``ids [b, q]`` at ``positions [b, q]``, all below ``length``.
 
+        Args:
+            ids, positions: tokens and where they are.
+            cache: holds what came before, and takes up these.
+            length: slots of the cache in use.
+            only: ``[b]`` the one index into ``ids`` that logits are wanted of; None for all.
+
         Returns:
-            States after the final norm ``[b, q, D]``, and features ``[b, q, K*D]`` if layers are tapped.
+            The model's logits ``[b, q or 1, V]``, and the features ``[b, q, K*D]`` of the tapped layers.
         """
         cache.place(positions, length)
         slots = torch.arange(length, device=ids.device)
@@ -132,20 +139,23 @@ class TargetView:
             )
         taken: dict[int, Tensor] = {}
         hooks = [self.blocks[layer].register_forward_hook(_take(taken, layer)) for layer in self.tapped]
+        if only is not None:
+            hooks.append(self.head.register_forward_pre_hook(_choose(only)))
         try:
-            out = self.decoder(
+            # The model and not only its decoder: some scale or cap what their head gives.
+            out = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
         finally:
             for hook in hooks:
                 hook.remove()
-        features = torch.cat([taken[layer] for layer in self.tapped], dim=-1) if self.tapped else None
-        return out.last_hidden_state, features
+        features = [taken[layer] for layer in self.tapped]
+        return out.logits, torch.cat(features, dim=-1) if features else out.logits[..., :0]
 
-    def choose(self, hidden: Tensor) -> Tensor:
-        """The most likely token of each state, in the dtype of the head."""
-        chosen: Tensor = self.head(hidden.to(next(self.head.parameters()).dtype)).argmax(dim=-1)
-        return chosen
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """What the head makes of the draft's states."""
+        logits: Tensor = self.head(states.to(next(self.head.parameters()).dtype))
+        return logits
 
 
 def _take(taken: dict[int, Tensor], layer: int) -> Any:
@@ -155,6 +165,19 @@ def _take(taken: dict[int, Tensor], layer: int) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == owner:
             taken[layer] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _choose(only: Tensor) -> Any:
+    """A hook that lets the head see one state per row, of the calling thread only."""
+    owner = threading.get_ident()
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if threading.get_ident() != owner:
+            return None
+        (states,) = args
+        return (states.gather(1, only[:, None, None].expand(-1, 1, states.shape[-1])),)
 
     return hook
 

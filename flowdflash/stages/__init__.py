@@ -11,11 +11,15 @@ def flowdflash_register(registry: Registry) -> None:
     """Add the built-in stages."""
     from flowdflash.stages.acceptance import AcceptanceSink
     from flowdflash.stages.chat_jsonl import ChatJsonl
+    from flowdflash.stages.chat_parquet import ChatParquet
     from flowdflash.stages.dflash_drafter import DFlashDrafter
     from flowdflash.stages.equal_token import EqualTokenBucketer
+    from flowdflash.stages.hf_dataset import HfDataset
     from flowdflash.stages.jsonl import Jsonl
     from flowdflash.stages.least_outstanding import LeastOutstanding
     from flowdflash.stages.length import LengthBucketer
+    from flowdflash.stages.mix import Mix
+    from flowdflash.stages.openai_generator import OpenAIGenerator
     from flowdflash.stages.optimal import OptimalBucketer
     from flowdflash.stages.pull import Pull
     from flowdflash.stages.responses import Responses
@@ -23,12 +27,17 @@ def flowdflash_register(registry: Registry) -> None:
     from flowdflash.stages.shuffle import Shuffle
     from flowdflash.stages.sorted_budget import SortedBudgetBucketer
     from flowdflash.stages.synthetic_lengths import SyntheticLengths
+    from flowdflash.stages.tokens import Tokens
     from flowdflash.stages.toy_target import ToyTarget
     from flowdflash.stages.transformers_generator import TransformersGenerator
     from flowdflash.stages.transformers_target import TransformersTarget
 
     for stage in (
         ChatJsonl,
+        ChatParquet,
+        HfDataset,
+        Tokens,
+        Mix,
         SyntheticLengths,
         LengthBucketer,
         EqualTokenBucketer,
@@ -41,6 +50,7 @@ def flowdflash_register(registry: Registry) -> None:
         TransformersTarget,
         ToyTarget,
         TransformersGenerator,
+        OpenAIGenerator,
         DFlashDrafter,
         Jsonl,
         AcceptanceSink,

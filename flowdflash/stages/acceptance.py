@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -13,7 +12,7 @@ from flowdflash.errors import DataInvalid
 from flowdflash.items import Checkpoint
 from flowdflash.journal import cut_back, entries
 from flowdflash.stage import Check, ModelRef, OpenContext, PipelinePath, Sink, StageConfig
-from flowdflash.training.acceptance import Acceptance, AcceptanceMeter
+from flowdflash.training.acceptance import Acceptance, AcceptanceMeter, Paused
 
 
 class AcceptanceSink(Sink):
@@ -23,22 +22,37 @@ class AcceptanceSink(Sink):
     reads = (Checkpoint,)
     saves = False
     safe_to_change = frozenset(
-        {"num_prompts", "max_new_tokens", "batch_size", "at_start", "at_end", "every_steps", "device"}
+        {"num_prompts", "max_new_tokens", "batch_size", "alone", "block_size", "temperature", "top_p", "top_k"}
+        | {"at_start", "at_end", "every_steps", "when_busy", "device"}
     )
 
     class Config(StageConfig):
         """Options of the sink ``acceptance``."""
 
         prompts: PipelinePath | None = Field(
-            None, description="Chat rows whose last answer is left out; none: random tokens, for toy targets."
+            None,
+            description="Chat rows, of which the first answer is left out (and looked at for eal), rows with a prompt, "
+            "or a .txt file of one prompt per line; none: random tokens, for toy targets.",
         )
         model: ModelRef | None = Field(None, description="The target; default: the one the draft is trained for.")
-        num_prompts: int = Field(32, ge=1, description="Prompts to decode, the first of the file.")
-        max_new_tokens: int = Field(64, ge=1, description="Most tokens generated per prompt.")
+        num_prompts: int = Field(32, ge=0, description="Prompts to decode, the first of the file; 0 for all.")
+        max_new_tokens: int = Field(64, ge=1, description="Most tokens generated per prompt, and looked at per answer.")
         batch_size: int = Field(32, ge=1, description="Prompts decoded at once.")
+        alone: bool = Field(False, description="Decode every prompt by itself too: the speed that one user sees.")
+        block_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+            "auto", description="Slots per block; auto: as the draft is trained."
+        )
+        temperature: float = Field(0.0, ge=0, description="0 decodes greedily; above, tokens are sampled.")
+        top_p: float = Field(1.0, gt=0, le=1, description="Sample from the fewest tokens that reach this probability.")
+        top_k: int = Field(0, ge=0, description="Sample from so many most likely tokens; 0 for all.")
         at_start: bool = Field(True, description="Measure the untrained draft too.")
         at_end: bool = Field(True, description="Measure when training has ended.")
         every_steps: int = Field(0, ge=0, description="Measure every so many optimizer steps; 0 for never on the way.")
+        when_busy: Literal["skip", "wait"] = Field(
+            "skip",
+            description="When a measurement on the way is due and one is going on: leave it out and say so, or let it "
+            "wait, and training with it. A stopped run waits for its measurements only with wait.",
+        )
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "float32", description="Of target and draft while decoding; only float32 is exactly lossless."
         )
@@ -46,72 +60,96 @@ class AcceptanceSink(Sink):
             "bfloat16",
             description="Format that the draft's weights are rounded to before they are measured: that of the export.",
         )
-        device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+        device: str = Field("auto", description="auto, cpu, cuda or cuda:N; auto is the last GPU if there is one.")
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The prompts are there and the target is known."""
-        if self.config.prompts is not None and not self.config.prompts.is_file():
-            check.refuse("prompts", f"there is no file {self.config.prompts}")
-        if self.config.model is None and "model" not in check.facts and check.complete:
+        config = self.config
+        if config.prompts is not None and not config.prompts.is_file():
+            check.refuse("prompts", f"there is no file {config.prompts}")
+        if config.prompts is None and not config.num_prompts:
+            check.refuse("num_prompts", "there is no end of random prompts", "say how many, or name a file of prompts")
+        if config.model is None and "model" not in check.facts and check.complete:
             check.refuse("model", "no stage upstream says which target the draft is for", "name it here")
-        if not (self.config.at_start or self.config.at_end or self.config.every_steps):
+        if not (config.at_start or config.at_end or config.every_steps):
             check.refuse("", "nothing is ever measured: at_start and at_end are off and every_steps is 0")
+        for name in ("top_p", "top_k"):
+            if not config.temperature and name in config.model_fields_set:
+                check.refuse(name, "greedy decoding does not sample", "set a temperature, or remove it")
         return {}
 
     def open(self, ctx: OpenContext) -> None:
         """Read the prompts; the target is loaded when the first checkpoint comes."""
-        from flowdflash.target.load import choose_device
+        from flowdflash.target.load import choose_device, gpu_count
 
         self.ctx = ctx
-        self.device = choose_device(self.config.device)
+        # Not the first GPU, where a drafter trains by default, if there is another.
+        last = f"cuda:{gpu_count() - 1}" if gpu_count() else "cpu"
+        self.device = choose_device(last if self.config.device == "auto" else self.config.device)
         self.ref = self.config.model or ctx.facts["model"]
         self.path = ctx.run_dir / "evaluations.jsonl"
         self.meter: AcceptanceMeter | None = None
         self.results: list[Acceptance] = []
         self.earlier: list[dict[str, Any]] = []  # of the run that this one goes on with
+        self.busy_with: int | None = None
+        self.left_out: list[int] = []
         if ctx.resumed_at_step is not None:
             cut_back(self.path, ctx.resumed_at_step)
             self.earlier = [e for e in entries(self.path) if e.pop("stage", "") == ctx.stage]
-        self.prompts, self.stop_ids = self._read_prompts()
+        self._read_prompts()
 
-    def _read_prompts(self) -> tuple[list[list[int]], set[int]]:
+    def _read_prompts(self) -> None:
         cfg = self.config
+        self.answers: list[tuple[list[int], int] | None] = []
+        self.tokenizer: Any = None
         if cfg.prompts is None:
             import numpy as np
 
             rows = int(self.ctx.facts.get("vocab_size", 64))
             rng = np.random.default_rng(self.ctx.seed)
-            return [rng.integers(0, rows, 8).tolist() for _ in range(cfg.num_prompts)], set()
+            self.prompts = [rng.integers(0, rows, 8).tolist() for _ in range(cfg.num_prompts)]
+            return
         from flowdflash.data.prompts import load_prompts
         from flowdflash.target.load import load_tokenizer
 
-        tokenizer = load_tokenizer(self.ref, self.ctx.cache_dir, self.ctx.report)
+        self.tokenizer = load_tokenizer(self.ref, self.ctx.cache_dir, self.ctx.report)
         prompts = load_prompts(
-            cfg.prompts, tokenizer, limit=cfg.num_prompts, template_options=self.ctx.facts.get("template_options")
+            cfg.prompts,
+            self.tokenizer,
+            limit=cfg.num_prompts,
+            template_options=self.ctx.facts.get("template_options"),
+            answer_tokens=cfg.max_new_tokens,
         )
         if len(prompts) < cfg.num_prompts:
             raise DataInvalid(f"{cfg.prompts}: {len(prompts)} usable prompts, num_prompts asks for {cfg.num_prompts}")
-        end = tokenizer.eos_token_id
-        return [p.input_ids.tolist() for p in prompts], set() if end is None else {int(end)}
+        self.prompts = [p.input_ids.tolist() for p in prompts]
+        self.answers = [p.answered and (p.answered[0].tolist(), p.answered[1]) for p in prompts]
 
     def _loaded(self) -> AcceptanceMeter:
         if self.meter is None:
+            from flowdflash.dflash.sampling import Sampling
+            from flowdflash.target.generate import stop_ids
             from flowdflash.target.load import load_target
 
+            cfg = self.config
             target = load_target(
                 self.ref,
                 self.ctx.cache_dir,
-                dtype=self.config.dtype,
-                device=self.config.device,
+                dtype=cfg.dtype,
+                device=self.device,
                 report=self.ctx.report,
                 while_running=True,
             )
             self.meter = AcceptanceMeter(
                 target.model,
                 self.prompts,
-                max_new_tokens=self.config.max_new_tokens,
-                stop_ids=self.stop_ids,
-                batch_size=self.config.batch_size,
+                self.answers,
+                max_new_tokens=cfg.max_new_tokens,
+                stop_ids=stop_ids(target, self.tokenizer) if self.tokenizer is not None else (),
+                batch_size=cfg.batch_size,
+                alone=cfg.alone,
+                block_size=None if cfg.block_size == "auto" else cfg.block_size,
+                sampling=Sampling(cfg.temperature, cfg.top_p, cfg.top_k, self.ctx.seed),
             )
         return self.meter
 
@@ -120,36 +158,65 @@ class AcceptanceSink(Sink):
         if any(e["step"] == step for e in self.earlier):
             return False
         if reason == "start":
-            return bool(self.config.at_start)
-        # The last step is only ever asked about as such, even where its turn has come anyway.
-        turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
-        return turn if reason == "every" else reason == "final" and (turn or bool(self.config.at_end))
+            wanted = bool(self.config.at_start)
+        else:
+            # The last step is only ever asked about as such, even where its turn has come anyway.
+            turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
+            wanted = turn if reason == "every" else reason == "final" and (turn or bool(self.config.at_end))
+        if not wanted or step in self.left_out:  # asked twice of each step: what was said once stays
+            return False
+        if reason == "every" and self.config.when_busy == "skip" and self.busy_with not in (None, step):
+            self._leave_out(step, f"that of step {self.busy_with} is going on")
+            return False
+        self.busy_with = step
+        return True
 
-    def measure(self, item: Checkpoint) -> Acceptance:
+    def _leave_out(self, step: int, why: str) -> None:
+        self.left_out.append(step)
+        self.ctx.report.info(f"{self.ctx.stage}: step {step} is not measured: {why}")
+
+    def measure(self, item: Checkpoint) -> Paused[Acceptance]:
         """Acceptance of one checkpoint's draft, as exported: with weights rounded to ``draft_dtype``."""
         import torch
 
         from flowdflash.dflash.export import config_from_zlab
-        from flowdflash.dflash.model import DFlashDraft
 
+        yield "loading the target", 0
         meter = self._loaded()
-        draft = DFlashDraft(config_from_zlab(item.draft_config), seed=None)
+        draft = config_from_zlab(item.draft_config).new_draft(seed=None)
         stored = getattr(torch, self.config.draft_dtype)
         draft.load_state_dict({n: t.to(stored) for n, t in item.draft_tensors.items()}, strict=True, assign=True)
+        trained = draft.config.block_size
+        if not self.results and (meter.block_size or 0) > trained:
+            self.ctx.report.warn(f"block_size {meter.block_size}: the draft was trained with blocks of {trained} only")
         weight = meter.target.get_input_embeddings().weight
-        return meter.measure(draft.to(weight.device, weight.dtype).eval(), item.step)
+        return (yield from meter.measure(draft.to(weight.device, weight.dtype).eval(), item.step))
 
-    def write(self, item: Checkpoint) -> None:
+    def write(self, item: Checkpoint) -> Iterator[None]:
         """Measure one checkpoint, and append the result to ``evaluations.jsonl``; each step once."""
         if any(result.step == item.step for result in self.results):
             return
-        result = self.measure(item)
+        pieces = self.measure(item)
+        while True:
+            if self.config.when_busy == "skip" and self.ctx.stopping():
+                self._leave_out(item.step, "the run is to stop")
+                return
+            try:
+                next(pieces)
+            except StopIteration as end:
+                self._keep(end.value)
+                return
+            yield
+
+    def _keep(self, result: Acceptance) -> None:
         self.results.append(result)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": self.ctx.stage, **result.as_dict()}, allow_nan=False) + "\n")
+        if self.busy_with == result.step:
+            self.busy_with = None
+        same = "" if result.identical is None else f", {result.identical} identical to plain greedy decoding"
         self.ctx.report.info(
-            f"step {item.step}: acceptance length {result.tau:.3f} on {result.prompts} prompts, "
-            f"{result.identical} identical to plain greedy decoding"
+            f"step {result.step}: acceptance length {result.tau_gen:.3f} on {result.prompts} prompts{same}"
         )
 
     @property
@@ -162,12 +229,6 @@ class AcceptanceSink(Sink):
         self.meter = None
 
     def summary(self) -> Mapping[str, Any]:
-        """Every evaluation, in order."""
-        return {"evaluations": [*self.earlier, *(result.as_dict() for result in self.results)]}
-
-
-def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, in order; empty if there are none."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        """Every evaluation, in order, and the steps that were left out."""
+        made = [*self.earlier, *(result.as_dict() for result in self.results)]
+        return {"evaluations": made, "steps_left_out": list(self.left_out)}

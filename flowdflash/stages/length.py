@@ -68,8 +68,8 @@ class LengthBucketer(Bucketer):
                 check.warn("edges", text + "; longer samples are dropped", hint)
         if not edges and "over_long" in config.model_fields_set:
             check.refuse("over_long", "without edges no sample is above the last one", "give edges, or remove it")
-        check_budget(check, config, edges[-1] if edges else (longest or 0))
-        return {"buckets": len(edges) or config.buckets}
+        budget = check_budget(check, config, edges[-1] if edges else (longest or 0))
+        return {"buckets": len(edges) or config.buckets, **budget}
 
     def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
         """Batches bucket after bucket; incomplete ones are held back while more samples may come."""

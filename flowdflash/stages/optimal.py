@@ -40,8 +40,9 @@ class OptimalBucketer(Bucketer):
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The longest sample that can come fits the budget."""
-        check_budget(check, self.config, check.facts.get("max_length", 0))
-        return {"buckets": self.config.buckets}
+        if self.config.cost_budget and self.config.minimise == "batches":
+            check.refuse("minimise", "edges of fewest batches are not known under a cost_budget", "minimise padding")
+        return {"buckets": self.config.buckets, **check_budget(check, self.config, check.facts.get("max_length", 0))}
 
     def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
         """Batches bucket after bucket; incomplete ones are held back while more samples may come."""

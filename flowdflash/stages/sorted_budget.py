@@ -37,8 +37,7 @@ class SortedBudgetBucketer(Bucketer):
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The longest sample that can come fits the budget."""
-        check_budget(check, self.config, check.facts.get("max_length", 0))
-        return {"buckets": 0}
+        return {"buckets": 0, **check_budget(check, self.config, check.facts.get("max_length", 0))}
 
     def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
         """Batches from short to long; the incomplete one at the end is held back while more samples may come."""
@@ -47,7 +46,7 @@ class SortedBudgetBucketer(Bucketer):
         noise = 1 + self.config.noise * rng.uniform(-1, 1, len(keep))
         # Ties are broken at random: without noise, equal lengths would meet in the same batches every epoch.
         rising = keep[np.lexsort((rng.random(len(keep)), samples.lengths[keep] * noise))]
-        made, incomplete = cut(rising, samples.lengths[rising], self.config, 0, samples.last)
+        made, incomplete = cut(samples, rising, self.config, 0, samples.last)
         table = BatchTable.build(samples, made, np.full(len(made), -1))
         return self._account.close(table, samples, np.flatnonzero(out), incomplete)
 

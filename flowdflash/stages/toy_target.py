@@ -46,6 +46,9 @@ class ToyTarget(TargetForward):
             "auto", description="Tapped decoder layers, 0-based, strictly increasing."
         )
         num_features: int = Field(2, ge=1, description="Number of tapped layers where layers is auto.")
+        last_hidden: bool = Field(
+            False, description="Carry the states after the final norm too: a drafter's loss kl or tv needs them."
+        )
         dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of weights and features.")
         device: ReplicaDevices = "cpu"
         replicas: int = Field(1, ge=1, le=64, description="Copies that work at once.")
@@ -83,6 +86,7 @@ class ToyTarget(TargetForward):
         known = toy.facts()
         facts = {k: known[k] for k in ("hidden_size", "num_layers", "vocab_size", "mask_token_id")}
         facts |= {"model": toy.ref, "dtype": config.dtype, "replicas": config.replicas}
+        facts["last_hidden"] = config.last_hidden
         message, hint = devices_problem(config.device, config.replicas)
         if message:
             check.refuse("device", message, hint)
@@ -116,8 +120,10 @@ class ToyTarget(TargetForward):
             ctx.cache_dir,
             layers=config.layers,
             num_features=config.num_features,
+            last_hidden=config.last_hidden,
             dtype=config.dtype,
             device=config.device,
+            packed=bool(ctx.facts.get("packed")),
             replica=ctx.replica,
             report=ctx.report,
         )
@@ -129,7 +135,7 @@ class ToyTarget(TargetForward):
         probe = self._target.probe(batch) if self._probe_due else None
         self._probe_due = False
         self._computed += len(batch.lengths)
-        return FeatureBatch(batch, self._target.features(batch), self._target.layers, probe)
+        return self._target.feature_batch(batch, self._target.features(batch), probe)
 
     @property
     def on_cpu(self) -> bool:

@@ -39,6 +39,9 @@ class TransformersTarget(TargetForward):
             description="Tapped decoder layers, 0-based, strictly increasing; auto spreads num_features evenly.",
         )
         num_features: int = Field(5, ge=1, description="Number of tapped layers where layers is auto.")
+        last_hidden: bool = Field(
+            False, description="Carry the states after the final norm too: a drafter's loss kl or tv needs them."
+        )
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "auto", description="Precision of weights and features; auto is bfloat16 where the device computes it fast."
         )
@@ -72,8 +75,10 @@ class TransformersTarget(TargetForward):
         if message:
             check.refuse("model", message, hint)
         known = facts_of(config.model) or {}
+        if "unfit" in known:
+            check.refuse("model", f"{config.model} cannot be a target: {known['unfit']}")
         facts = {k: known[k] for k in ("hidden_size", "num_layers", "vocab_size", "mask_token_id") if k in known}
-        facts |= {"model": config.model, "replicas": config.replicas}
+        facts |= {"model": config.model, "replicas": config.replicas, "last_hidden": config.last_hidden}
         if config.dtype != "auto":
             facts["dtype"] = config.dtype
         layers = self._check_layers(check, known.get("num_layers"))
@@ -139,8 +144,10 @@ class TransformersTarget(TargetForward):
             ctx.cache_dir,
             layers=config.layers,
             num_features=config.num_features,
+            last_hidden=config.last_hidden,
             dtype=config.dtype,
             device=config.device,
+            packed=bool(ctx.facts.get("packed")),
             replica=ctx.replica,
             report=ctx.report,
         )
@@ -161,7 +168,12 @@ class TransformersTarget(TargetForward):
         assert self._target is not None
         target, config = self._target, self.config
         facts = fingerprint(
-            target.folder, config.model, target.layers, target.hidden_size, str(target.dtype).removeprefix("torch.")
+            target.folder,
+            config.model,
+            target.layers,
+            target.hidden_size,
+            str(target.dtype).removeprefix("torch."),
+            last_hidden=config.last_hidden,
         )
         folder = ctx.cache_dir / "features" / fingerprint_id(facts) if config.keep_dir == "auto" else config.keep_dir
         return FeatureCache(folder, facts, max_bytes=config.max_bytes, report=ctx.report)
@@ -178,7 +190,7 @@ class TransformersTarget(TargetForward):
         else:
             self._read += len(batch.lengths)
         probe = self._first_probe(batch) if self._probe_due else None
-        return FeatureBatch(batch, features, self._target.layers, probe)
+        return self._target.feature_batch(batch, features, probe)
 
     def _kept(self, batch: TokenBatch) -> Tensor | None:
         if self._cache is None or self._target is None:

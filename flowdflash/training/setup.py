@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowdflash.dflash.config import auto_layers
-from flowdflash.dflash.loss import Head
+from flowdflash.dflash.head import Head
 from flowdflash.dflash.mask import Backend
-from flowdflash.dflash.model import DFlashDraft
 from flowdflash.dflash.optim import Schedule, build_optimizer
 from flowdflash.dflash.training import LossOptions
 from flowdflash.errors import ModelInvalid
@@ -18,6 +17,7 @@ from flowdflash.training.build import (
     choose_mask_token,
     draft_config,
     draft_options,
+    start_from_draft,
     start_from_target,
     target_facts,
     training_head,
@@ -47,13 +47,18 @@ def set_up(options: Any, ctx: OpenContext, steps: int) -> Trainer:
     own = draft_options(options)
     mask = choose_mask_token(own.mask_token_id, ref, facts, rows, ctx.cache_dir, vocabulary)
     config = draft_config(own, ref, facts, _layers(ctx.facts, facts), (rows, width), mask)
-    full_head = borrowed.head.to(device, dtype)
-    head = training_head(Head(full_head), options.softmax, vocabulary, mask)
-    draft = DFlashDraft(config, seed=ctx.seed)
+    full_head = Head(borrowed.head.to(device, dtype), softcap=config.final_logit_softcapping)
+    head = training_head(full_head, options.softmax, vocabulary, mask)
+    draft = config.new_draft(seed=ctx.seed)
     if options.init == "target":
-        start_from_target(draft, ref, ctx.cache_dir)
+        start_from_target(draft, ref, facts, ctx.cache_dir)
+    if options.init_from is not None:
+        start_from_draft(draft, options.init_from, borrowed)
+        ctx.report.info(f"the draft starts as that of {options.init_from}")
     draft.to(device).train()
-    optimizer = build_optimizer(draft, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+    optimizer = build_optimizer(
+        draft, kind=options.optimizer, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
+    )
     schedule = Schedule(options.schedule, total_steps=steps or 1, warmup_fraction=options.warmup)
     ctx.report.info(
         f"draft: {config.num_parameters / 1e6:.1f} M parameters, block size {config.block_size}, target layers "
@@ -61,7 +66,10 @@ def set_up(options: Any, ctx: OpenContext, steps: int) -> Trainer:
         f"{dtype} on {device}"
     )
     embed = borrowed.embed.to(device, dtype)
-    return Trainer(draft, embed, head, full_head, loss, optimizer, schedule, options.lr, options.clip, device, dtype)
+    trainer = Trainer(draft, embed, head, full_head, loss, optimizer, schedule, options.lr, options.clip, device, dtype)
+    if options.compile:
+        trainer.compile()
+    return trainer
 
 
 def total_steps(plan: PlanSummary | None, options: Any) -> int:
@@ -93,4 +101,12 @@ def _loss_options(options: Any, device_type: str) -> LossOptions:
     if backend == "flex" and device_type != "cuda":
         raise ModelInvalid(f"attention: flex cannot train on {device_type}; use auto or sdpa")
     gamma = None if options.gamma == "none" else options.gamma
-    return LossOptions(gamma=gamma, label_gap=options.label_gap, backend=backend, chunk_slots=options.chunk_slots)
+    return LossOptions(
+        kind=options.loss,
+        gamma=gamma,
+        alpha=options.alpha,
+        weights=options.weights,
+        label_gap=options.label_gap,
+        backend=backend,
+        chunk_slots=options.chunk_slots,
+    )

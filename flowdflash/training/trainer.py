@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowdflash.dflash.loss import Head, LossSums
+from flowdflash.dflash.head import Head
+from flowdflash.dflash.loss import LossSums
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.dflash.optim import Schedule, clip_gradients, scale_gradients, set_lr
 from flowdflash.dflash.training import LossOptions, training_loss
@@ -45,7 +46,7 @@ class Trainer:
         draft: in train mode, its parameters in fp32 on ``device``.
         embed: ``[V, D]`` the target's embedding, frozen, in ``dtype``.
         head: the target's head, frozen, over the tokens that the training softmax runs over.
-        full_head: ``[V, D]`` the whole head, for comparing it with what the target says.
+        full_head: the whole head, for comparing it with what the target says.
         loss: how the loss is computed.
         optimizer, schedule, peak_lr, clip: how the weights move; ``clip`` is the largest gradient norm.
         device: where it trains.
@@ -55,7 +56,7 @@ class Trainer:
     draft: DFlashDraft
     embed: Tensor
     head: Head
-    full_head: Tensor
+    full_head: Head
     loss: LossOptions
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -66,23 +67,58 @@ class Trainer:
 
     def backward(self, batch: FeatureBatch, anchors: Tensor, keep: Tensor) -> LossSums:
         """Add the gradients of one micro-batch to those of its window; ``anchors, keep`` as ``draw_anchors`` gives."""
-        tokens, device = batch.tokens, self.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16):
-            sums = training_loss(
-                self.draft,
-                self.embed,
-                self.head,
-                self._placed(tokens.input_ids),
-                self._placed(tokens.loss_mask),
-                self._placed(tokens.lengths),
-                # From another GPU the copy is queued behind the kernels that made the features.
-                batch.features.to(device, non_blocking=device.type == "cuda"),
-                self._placed(anchors.numpy()),
-                self._placed(keep.numpy()),
-                self.loss,
-            )
+        tokens = batch.tokens
+        return self._backward(
+            self._placed(tokens.input_ids),
+            self._placed(tokens.loss_mask),
+            self._placed(tokens.lengths),
+            self._placed(anchors.numpy()),
+            self._placed(keep.numpy()),
+            batch.features,
+            batch.last_hidden,
+        )
+
+    def _backward(
+        self,
+        ids: Tensor,
+        loss_mask: Tensor,
+        lengths: Tensor,
+        anchors: Tensor,
+        keep: Tensor,
+        features: Tensor,
+        last_hidden: Tensor | None,
+    ) -> LossSums:
+        taught = None if self.loss.kind == "ce" or last_hidden is None else self._moved(last_hidden)
+        inputs = (ids, loss_mask, lengths, self._moved(features), anchors, keep)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+            sums = training_loss(self.draft, self.embed, self.head, *inputs, self.loss, last_hidden=taught)
         torch.autograd.backward(sums.num)
         return sums
+
+    def compile(self) -> None:
+        """Compile the draft, forward and backward, on blank rows; later batches may have any size.
+
+        Batches of one row are a case of their own to the compiler. To be called while no other thread runs a model:
+        compiling is not thread-safe.
+
+        Raises:
+            ModelInvalid: torch cannot compile here.
+        """
+        config = self.draft.config
+        S, width = 2 * config.block_size, config.num_features * config.hidden_size
+        self.draft.compile(dynamic=True)
+        try:
+            for rows in (2, 1):
+                ids = torch.zeros(rows, S, dtype=torch.long, device=self.device)
+                anchors = torch.tensor([[1, 2, 3]], device=self.device).expand(rows, -1)
+                states = torch.zeros(rows, S, width + config.hidden_size, dtype=self.dtype, device=self.device)
+                lengths = torch.full((rows,), S, device=self.device)
+                inputs = (ids, ids == 0, lengths, anchors, anchors > 0)
+                self._backward(*inputs, states[..., :width].contiguous(), states[..., width:])
+        except Exception as error:  # whatever the compiler, its C++ or its CUDA tools raise
+            cause = getattr(error, "inner_exception", error)
+            raise ModelInvalid(f"compile: true does not work here: {type(cause).__name__}: {cause}") from error
+        self.drop_gradients()
 
     def update(self, window: WindowSums, step: int) -> Update:
         """Close a window: mean over its slots, clip, step number ``step`` (0-based) of the optimizer unless refused."""
@@ -134,6 +170,10 @@ class Trainer:
             self.optimizer.load_state_dict({**moments, "state": own})
         except (KeyError, ValueError, AttributeError) as error:
             raise ModelInvalid(f"the saved state of the optimizer is not of this draft: {error}") from error
+
+    def _moved(self, states: Tensor) -> Tensor:
+        # From another GPU the copy is queued behind the kernels that made the states.
+        return states.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _placed(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flowdflash.dflash.anchors import draw_anchors
-from flowdflash.dflash.loss import Head, LossSums
+from flowdflash.dflash.head import Head
+from flowdflash.dflash.loss import LossSums
 from flowdflash.dflash.model import DFlashDraft, DraftConfig
 from flowdflash.dflash.training import LossOptions, training_loss
 
@@ -39,14 +40,16 @@ class Rows:
     loss_mask: Tensor
     lengths: Tensor
     features: Tensor
+    last_hidden: Tensor
     embed: Tensor
     head: Tensor
     sample_ids: tuple[int, ...]
 
     def take(self, rows: list[int], columns: int | None = None) -> Rows:
-        part = {name: getattr(self, name)[rows] for name in ("input_ids", "loss_mask", "lengths", "features")}
+        wide = ("input_ids", "loss_mask", "features", "last_hidden")
+        part = {name: getattr(self, name)[rows] for name in (*wide, "lengths")}
         if columns is not None:
-            part.update({name: part[name][:, :columns] for name in ("input_ids", "loss_mask", "features")})
+            part.update({name: part[name][:, :columns] for name in wide})
         return replace(self, **part, sample_ids=tuple(self.sample_ids[i] for i in rows))
 
     def loss(self, draft: DFlashDraft, *, num_anchors: int = 8, options: LossOptions | None = None) -> LossSums:
@@ -64,6 +67,7 @@ class Rows:
             anchors,
             keep,
             options or LossOptions(),
+            last_hidden=self.last_hidden,
         )
 
 
@@ -79,6 +83,7 @@ def build_rows(lengths: list[int], prompt: int = 5, seed: int = 0, config: Draft
         loss_mask=real & (place >= prompt),
         lengths=sizes,
         features=torch.randn(b, S, config.num_features * config.hidden_size, generator=rng),
+        last_hidden=torch.randn(b, S, config.hidden_size, generator=torch.Generator().manual_seed(seed + 1)),
         embed=torch.randn(config.vocab_size, config.hidden_size, generator=rng),
         head=torch.randn(config.vocab_size, config.hidden_size, generator=rng) * 0.2,
         sample_ids=tuple(range(10, 10 + b)),

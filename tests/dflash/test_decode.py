@@ -1,4 +1,4 @@
-"""Speculative decoding: lossless, batched, honest figures, and refusal of targets that cannot be rolled back."""
+"""Greedy speculative decoding: lossless, batched, and refusal of targets that cannot be rolled back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowdflash.dflash.decode import DecodeResult, greedy, speculative_decode, summarise
+from flowdflash.dflash.decode import finish, greedy, plain_rounds, speculative_decode, speculative_rounds
 from flowdflash.dflash.model import DFlashDraft
+from flowdflash.dflash.rounds import SpeculativeBatch
 from flowdflash.dflash.slots import TargetView
 from flowdflash.errors import ModelInvalid
 
@@ -79,13 +80,15 @@ def test_block_size_one_is_plain_decoding(make_target: Make, make_draft: Make) -
 def test_i2_a_perfect_draft_fills_every_block_and_the_last_is_not_over_counted(
     make_target: Make, make_draft: Make, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int
 ) -> None:
-    from flowdflash.dflash import decode
-
     target, draft = make_target(2, **TINY), tiny_draft(make_draft)
     prompt = [1, 0, 3]
     (wanted,) = greedy(target, [prompt], max_new_tokens=20)
     known = torch.tensor(prompt + list(wanted) + [0] * 20)
-    monkeypatch.setattr(decode._Batch, "_draft", lambda self, sizes, width, reach, positions: known[positions])
+    monkeypatch.setattr(
+        SpeculativeBatch,
+        "_propose",
+        lambda self, sizes, width, reach, positions: torch.nn.functional.one_hot(known[positions[:, 1:]], 6),
+    )
     (result,) = speculative_decode(target, draft, [prompt], max_new_tokens=max_new_tokens)
     assert result.tokens == wanted[:max_new_tokens]
     left, full = max_new_tokens - 1, []
@@ -104,35 +107,13 @@ def test_a_token_that_equals_the_mask_token_is_kept(make_target: Make, make_draf
     assert (result.tokens,) == tuple(greedy(target, [[1, 2]], max_new_tokens=6))
 
 
-def test_figures_of_acceptance_are_what_they_say() -> None:
-    results = [
-        DecodeResult(3, (1,) * 9, (4, 3, 1), (3, 2, 0), (3, 3, 3), "length"),
-        DecodeResult(3, (1,) * 2, (1,), (2,), (3,), "stop"),
-        DecodeResult(3, (1,), (), (), (), "stop"),
-    ]
-    summary = summarise(results, 4)
-    assert (summary.requests, summary.passes, summary.tokens) == (3, 4, 9)
-    assert summary.tau_request_mean == pytest.approx((8 / 3 + 1) / 2)
-    assert summary.tau_pooled == pytest.approx(9 / 4)
-    assert summary.histogram == (2, 0, 1, 1)
-    assert summary.acceptance_per_slot == pytest.approx((3 / 4, 3 / 3, 1 / 3))
-
-
-def test_figures_leave_out_slots_that_were_never_proposed() -> None:
-    summary = summarise([DecodeResult(1, (1, 1, 1), (2,), (1,), (1,), "length")], 4)
-    assert summary.acceptance_per_slot[0] == 1.0 and summary.acceptance_per_slot[1] != summary.acceptance_per_slot[1]
-    nothing = summarise([], 4)
-    assert nothing.passes == 0 and nothing.tau_pooled != nothing.tau_pooled
-
-
 @pytest.mark.parametrize("layers", [(0, 2), (1,), (2,)])
 def test_l5_l6_features_are_the_outputs_of_the_layers_named(make_target: Make, layers: tuple[int, ...]) -> None:
     target = make_target()
     view, ids = TargetView(target, layers), torch.tensor([[5, 6, 7, 8]])
-    _, features = view.forward(ids, torch.arange(4)[None], view.new_cache(4), 4)
+    _, features = view.forward(ids, torch.arange(4)[None], view.new_cache(4), 4, only=torch.tensor([3]))
     assert not any(block._forward_hooks for block in target.model.layers)
     states = target.model(ids, output_hidden_states=True).hidden_states
-    assert features is not None
     torch.testing.assert_close(features, torch.cat([states[layer + 1] for layer in layers], dim=-1))
 
 
@@ -147,11 +128,12 @@ def test_the_cache_of_slots_equals_a_fresh_forward_whatever_was_there_before(mak
     positions = starts[:, None] + torch.arange(4)
     view.forward(torch.randint(0, 272, (2, 4), generator=rng), positions, cache, 10)
     tokens = torch.stack([ids[0, 6:10], ids[1, 3:7]])
-    hidden, features = view.forward(tokens, positions, cache, 10)
-    assert features is not None
+    logits, features = view.forward(tokens, positions, cache, 10)
+    one, _ = view.forward(tokens, positions, cache, 10, only=torch.tensor([2, 0]))
+    torch.testing.assert_close(one[:, 0], torch.stack([logits[0, 2], logits[1, 0]]))
     for row, start in enumerate((6, 3)):
-        out = target.model(ids[row : row + 1, : start + 4], output_hidden_states=True)
-        torch.testing.assert_close(hidden[row], out.last_hidden_state[0, start:])
+        out = target(ids[row : row + 1, : start + 4], output_hidden_states=True)
+        torch.testing.assert_close(logits[row], out.logits[0, start:])
         torch.testing.assert_close(features[row, :, :32], out.hidden_states[1][0, start:])
 
 
@@ -208,22 +190,71 @@ def test_a_target_of_another_shape_and_bad_requests_are_refused(make_target: Mak
         target.config._attn_implementation = "flex_attention"
         speculative_decode(target, draft, [[1]], max_new_tokens=2)
     target.config._attn_implementation = "sdpa"
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        speculative_decode(target, draft, [[1], []], max_new_tokens=2)
+    for decode in (
+        lambda p: speculative_decode(target, draft, p, max_new_tokens=2),
+        lambda p: greedy(target, p, max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match="prompt 1 is empty"):
+            decode([[1], []])
     for bad in ({"max_new_tokens": 0}, {"max_new_tokens": 1, "block_size": 0}, {"max_new_tokens": 1, "batch_size": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             speculative_decode(target, draft, [[1]], **bad)
     assert speculative_decode(target, draft, [], max_new_tokens=3) == []
 
 
-def test_the_greedy_reference_ignores_the_targets_own_generation_settings(make_target: Make) -> None:
+@pytest.mark.parametrize("stop_ids", [(), (3,), (0, 2)])
+def test_plain_decoding_is_what_the_targets_own_generate_gives(make_target: Make, stop_ids: tuple[int, ...]) -> None:
+    target = make_target(0, **TINY)
+    prompts = prompts_of((4, 9, 1, 4), 0)
+    found = greedy(target, prompts, max_new_tokens=12, stop_ids=stop_ids, batch_size=3)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        out = target.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=list(stop_ids) or [99],
+            pad_token_id=0,
+        )
+        assert tokens == tuple(out[0, len(prompt) :].tolist())
+    assert len({len(tokens) for tokens in found}) > 1 or not stop_ids, "no row ends before another"
+
+
+def test_plain_decoding_ignores_the_targets_own_generation_settings(make_target: Make) -> None:
     target = make_target(0, **TINY)
     prompts = prompts_of((4, 9, 1), 0)
-    wanted = greedy(target, prompts, max_new_tokens=12, stop_ids=(3,))
-    assert all(len(tokens) == 12 for tokens in greedy(target, prompts, max_new_tokens=12))
+    wanted = greedy(target, prompts, max_new_tokens=12)
     target.generation_config.eos_token_id = wanted[0][0]
     target.generation_config.repetition_penalty = 5.0
-    target.generation_config.do_sample = True
-    target.generation_config.min_new_tokens = 6
-    assert greedy(target, prompts, max_new_tokens=12, stop_ids=(3,)) == wanted
-    assert all(len(tokens) == 12 for tokens in greedy(target, prompts, max_new_tokens=12))
+    assert greedy(target, prompts, max_new_tokens=12) == wanted
+
+
+def test_between_rounds_a_caller_may_do_other_work_with_gradients(make_target: Make, make_draft: Make) -> None:
+    target, draft, prompts = make_target(0, **TINY), tiny_draft(make_draft), prompts_of((4, 9, 1), 0)
+    for rounds in (
+        speculative_rounds(target, draft, prompts, max_new_tokens=9, batch_size=2),
+        plain_rounds(target, prompts, max_new_tokens=9, batch_size=2),
+    ):
+        seen = []
+
+        def told(done: int, seen: list[int] = seen) -> None:
+            assert not torch.is_inference_mode_enabled()
+            seen.append(done)
+
+        finish(rounds, told)
+        assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 3 and len(seen) > 6
+
+
+def test_a_head_whose_logits_are_capped_by_the_model_is_decoded_by_those(make_target: Make, make_draft: Make) -> None:
+    target = make_target(0, **TINY)
+    view, ids, real = TargetView(target, (0,)), torch.tensor([[1, 2, 3]]), target.forward
+
+    def capped(*arguments: Any, **options: Any) -> Any:
+        out = real(*arguments, **options)
+        out.logits = 3.0 * torch.tanh(out.logits / 3.0)
+        return out
+
+    target.forward = capped
+    logits, _ = view.forward(ids, torch.arange(3)[None], view.new_cache(3), 3)
+    assert float(logits.abs().max()) <= 3.0
+    torch.testing.assert_close(logits, capped(input_ids=ids).logits)

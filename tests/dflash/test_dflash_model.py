@@ -261,6 +261,6 @@ def test_init_fusion_starts_the_context_as_the_deepest_tapped_state(config: Draf
     features = torch.randn(1, 5, config.num_features * config.hidden_size)
     deepest = features[..., -config.hidden_size :]
     expected = torch.nn.functional.rms_norm(deepest, (config.hidden_size,), norm, config.rms_norm_eps)
-    torch.testing.assert_close(draft.context(features), expected)
+    torch.testing.assert_close(draft.contexts(features)[0], expected)
     with pytest.raises(ModelInvalid, match="norm"):
         init_fusion(draft, norm[:-1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdflash.dflash.loss import Head
+from flowdflash.dflash.head import Head
 from flowdflash.dflash.mask import draft_mask
 from flowdflash.dflash.model import DFlashDraft, DraftConfig
 from flowdflash.dflash.optim import build_optimizer, scale_gradients
@@ -153,9 +153,27 @@ def test_the_training_vocabulary_must_hold_the_mask_token(make_draft: Make, make
     assert same.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
+@pytest.mark.timeout(300)
+def test_a_compiled_draft_gives_the_same_gradients_for_rows_of_any_size(make_draft: Make, make_rows: Make) -> None:
+    """One graph for several rows and one for a single row. Traced, without a C++ compiler."""
+    draft, plain, graphs = make_draft(num_hidden_layers=1), make_draft(num_hidden_layers=1), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    draft.compile(dynamic=True, backend=backend)
+    for lengths in ([24, 13], [17], [30, 9, 21]):
+        for model in (draft, plain):
+            model.zero_grad()
+            make_rows(lengths).loss(model).num.backward()
+        torch.testing.assert_close(gradient(draft), gradient(plain), atol=1e-4, rtol=1e-4)
+    assert len(graphs) == 2
+
+
 def test_an_unknown_gamma_is_refused() -> None:
     with pytest.raises(ValueError, match="gamma"):
-        LossOptions(gamma="fast").block_weights(4)
+        LossOptions(gamma="fast").block_weights(4, 4)
 
 
 @pytest.mark.timeout(60)

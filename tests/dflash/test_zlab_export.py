@@ -14,11 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from flowdflash.dflash.acceptance import summarise
 from flowdflash.dflash.anchors import draw_anchors
 from flowdflash.dflash.config import DraftConfig, tensor_shapes
 from flowdflash.dflash.decode import greedy, speculative_decode
 from flowdflash.dflash.export import config_from_zlab, export_zlab, load_zlab, zlab_config
-from flowdflash.dflash.loss import Head
+from flowdflash.dflash.head import Head
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.dflash.optim import build_optimizer
 from flowdflash.dflash.training import training_loss
@@ -69,7 +70,13 @@ def test_w6_the_config_holds_every_key_that_a_server_reads(config: DraftConfig) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_w6_the_file_holds_exactly_the_drafts_tensors(make_draft: Make, tmp_path: Path, dtype: Any) -> None:
     draft = make_draft()
-    export_zlab(tmp_path / "out", draft.config, draft.state_dict(), dtype=dtype, target_vocab_size=272)
+    export_zlab(
+        tmp_path / "out",
+        draft.config,
+        draft.state_dict(),
+        dtype=dtype,
+        target_facts={"vocab_size": 272, "num_layers": 4},
+    )
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert {name: tuple(t.shape) for name, t in stored.items()} == tensor_shapes(draft.config)
@@ -123,7 +130,7 @@ def test_values_that_overflow_the_file_format_are_refused(make_draft: Make, tmp_
 def test_w4_another_vocabulary_than_the_targets_is_refused(make_draft: Make, tmp_path: Path) -> None:
     draft = make_draft()
     with pytest.raises(ModelInvalid, match="272 is not the target's 280"):
-        export_zlab(tmp_path, draft.config, draft.state_dict(), target_vocab_size=280)
+        export_zlab(tmp_path, draft.config, draft.state_dict(), target_facts={"vocab_size": 280})
 
 
 @pytest.mark.parametrize("key", ["target_layer_ids", "mask_token_id", "block_size", "num_target_layers"])
@@ -155,6 +162,10 @@ def test_a_missing_size_is_an_error_naming_the_key(config: DraftConfig, key: str
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta"),
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"draft_vocab_size": 100}, "draft_vocab_size"),
@@ -265,6 +276,34 @@ def test_the_reference_loop_accepts_the_same_lengths(
             (ours,) = speculative_decode(target, draft, [prompt], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
             assert ours.tokens == tuple(out.output_ids[0, len(prompt) :].tolist())
             assert ours.produced == tuple(out.acceptance_lengths)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_reference_decodes_as_plain_greedy_does_with_our_tau(
+    make_target: Make, make_draft: Make, tmp_path: Path, family: str
+) -> None:
+    """Several prompts, decoded together here and one by one there, from the same file in its usual bfloat16."""
+    module = reference()
+    target = make_target(2, family=family, vocab_size=6, tied=True).float()
+    draft: DFlashDraft = make_draft(3, 8.0, vocab_size=6, mask_token_id=5)
+    export_zlab(tmp_path / "out", draft.config, draft.state_dict())
+    theirs = module.DFlashDraftModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ours = load_zlab(tmp_path / "out")[1].float()
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 5, (n,), generator=rng).tolist() for n in (1, 2, 5, 8, 13, 13)]
+    results = speculative_decode(target, ours, prompts, max_new_tokens=24, stop_ids=[4])
+    plain = greedy(target, prompts, max_new_tokens=24, stop_ids=[4])
+    outs = [
+        module.dflash_generate(theirs, target, torch.tensor([prompt]), 24, [4], return_stats=True) for prompt in prompts
+    ]
+    generated = [tuple(out.output_ids[0, len(p) :].tolist()) for p, out in zip(prompts, outs, strict=True)]
+    assert generated == [r.tokens for r in results] == plain
+    lengths = [out.acceptance_lengths for out in outs if out.acceptance_lengths]
+    wanted = sum(sum(own) / len(own) for own in lengths) / len(lengths)
+    total = summarise(results, draft.config.block_size)
+    assert total.tau_request_mean == pytest.approx(wanted) and 1.2 < wanted < 4
+    assert total.tau_pooled == pytest.approx(sum(map(sum, lengths)) / sum(map(len, lengths)))
 
 
 def test_nothing_of_the_reference_is_needed_to_import_this_package() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowdflash.items import BatchInfo, TokenBatch
 from flowdflash.stage import Check, OpenContext, PlanSummary
@@ -82,12 +83,59 @@ def llama_folder(folder: Path, *, tied: bool = False, max_shard_size: str = "1GB
     return folder
 
 
-def gpt2_folder(folder: Path) -> Path:
-    """Learned absolute positions and dropout."""
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 272,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WINDOW = {"sliding_window": 8, "query_pre_attn_scalar": 8}
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 272, "initializer_range": 0.2}
+_DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _SHAPE),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _SHAPE),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_SHAPE, "tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", _SHAPE),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_SHAPE, **_WINDOW, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_SHAPE, **_WINDOW}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _SHAPE),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_SHAPE, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_SHAPE, **_FEW_EXPERTS}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_GPT2, **_DROPOUT}),
+    # What cannot be a target.
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**_SHAPE, "logits_scaling": 4.0}),
+    "phi": ("PhiConfig", "PhiForCausalLM", _SHAPE),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 272}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "vocab_size": 272}),
+}
+
+
+def family_folder(family: str, folder: Path) -> Path:
+    """A random model of a family. ``llava`` is a text tower in a wrapper, ``padded`` has more rows than tokens."""
     torch.manual_seed(0)
-    drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=256, vocab_size=272, initializer_range=0.2, **drop)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    if family == "llava":
+        vision = transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        )
+        text = transformers.LlamaConfig(**_SHAPE)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=271)
+        model = transformers.LlavaForConditionalGeneration(config)
+    else:
+        config_cls, model_cls, options = _FAMILIES["llama" if family == "padded" else family]
+        model = getattr(transformers, model_cls)(getattr(transformers, config_cls)(**options))
+        if family == "padded":
+            model.resize_token_embeddings(320, mean_resizing=False)
+    model.save_pretrained(folder)
     return folder
 
 

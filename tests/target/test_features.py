@@ -106,7 +106,7 @@ def test_a_sample_is_kept_once(tmp_path: Path) -> None:
     assert len(FeatureCache(tmp_path, FACTS)) == 1
 
 
-def test_features_of_something_else_are_refused_with_the_difference(tmp_path: Path) -> None:
+def test_i5_features_of_something_else_are_refused_with_the_difference(tmp_path: Path) -> None:
     filled(tmp_path, [[1]]).close()
     with pytest.raises(ModelInvalid) as caught:
         FeatureCache(tmp_path, {**FACTS, "layers": [0, 1], "weights": "other"})

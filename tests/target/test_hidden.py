@@ -11,7 +11,7 @@ from flowdflash.errors import ModelInvalid
 from flowdflash.target.hidden import batch_features, check_hooks, hidden_states, probe_head
 from flowdflash.target.load import LoadedTarget, load_embedding_and_head, load_target
 
-from .models import TOY_REF, batch_of, gpt2_folder, parameter_sums, random_rows
+from .models import TOY_REF, batch_of, family_folder, parameter_sums, random_rows
 
 
 def test_39_l5_features_are_the_outputs_of_the_tapped_blocks(toy: LoadedTarget) -> None:
@@ -67,7 +67,7 @@ def test_41_batch_mates_padding_and_repeats_change_nothing(toy: LoadedTarget) ->
 
 
 def test_43_w2_a_target_with_dropout_is_steady_and_unchanged(tmp_path: Path) -> None:
-    target = load_target(str(gpt2_folder(tmp_path / "model")), tmp_path, dtype="float32", device="cpu")
+    target = load_target(str(family_folder("gpt2", tmp_path / "model")), tmp_path, dtype="float32", device="cpu")
     before = parameter_sums(target.model)
     batch = batch_of(random_rows([30, 12]))
     first = batch_features(target, (0, 2), batch)
@@ -100,5 +100,5 @@ def test_w1_probe_is_the_borrowed_head_applied_to_the_final_states(cache: Path, 
 def test_ids_of_another_vocabulary_and_rows_too_long_are_named(toy: LoadedTarget) -> None:
     with pytest.raises(ModelInvalid, match=r"token id 272 .* tokenised for another model"):
         batch_features(toy, (0, 2), batch_of([[1, 272]]))
-    with pytest.raises(ModelInvalid, match="row of 5000 tokens"):
+    with pytest.raises(ModelInvalid, match="sample of 5000 tokens"):
         batch_features(toy, (0, 2), batch_of([np.ones(5000, int).tolist()]))

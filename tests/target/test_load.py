@@ -6,32 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlamaConfig
 
 from flowdflash.errors import ModelInvalid
 from flowdflash.target.hidden import check_hooks
 from flowdflash.target.load import choose_device, choose_dtype, find_decoder, load_target, replica_device
 
-from .models import TOY_REF, gpt2_folder, llama_folder
-
-
-def wrapper_folder(folder: Path) -> Path:
-    torch.manual_seed(0)
-    text = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=272,
-        initializer_range=0.2,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=271)
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
-    return folder
+from .models import TOY_REF, family_folder, llama_folder
 
 
 @pytest.mark.parametrize("ref", [TOY_REF, 'toy:{"family":"qwen3","tied":true}'])
@@ -44,7 +25,7 @@ def test_56_a_target_is_frozen_and_in_eval_mode(cache: Path, ref: str) -> None:
 
 
 def test_39_layers_of_a_text_tower_are_found_not_those_of_the_pictures(tmp_path: Path) -> None:
-    folder = wrapper_folder(tmp_path / "model")
+    folder = family_folder("llava", tmp_path / "model")
     target = load_target(str(folder), tmp_path, dtype="float32", device="cpu")
     assert target.num_layers == 4
     assert {type(layer).__name__ for layer in target.layers} == {"LlamaDecoderLayer"}
@@ -58,7 +39,7 @@ def test_39_layers_of_a_text_tower_are_found_not_those_of_the_pictures(tmp_path:
 
 
 def test_other_families_work_by_their_layers(tmp_path: Path) -> None:
-    target = load_target(str(gpt2_folder(tmp_path / "model")), tmp_path, dtype="float32", device="cpu")
+    target = load_target(str(family_folder("gpt2", tmp_path / "model")), tmp_path, dtype="float32", device="cpu")
     assert target.num_layers == 4
     check_hooks(target, (0, 2))
 

@@ -120,6 +120,21 @@ def test_kept_features_are_what_was_computed_in_any_order(tmp_path: Path, cache:
     assert torch.equal(again.probe.logits, a.probe.logits)
 
 
+def test_the_last_states_are_carried_and_kept_where_they_are_asked_for(tmp_path: Path, cache: Path) -> None:
+    batch, folder = batch_of(random_rows([23, 9])), {"keep": "disk", "keep_dir": str(tmp_path / "kept")}
+    (plain,) = run(stage(), context(tmp_path, cache), [batch])
+    (first,) = run(stage(last_hidden=True, **folder), context(tmp_path, cache), [batch])
+    second = stage(last_hidden=True, **folder)
+    (again,) = run(second, context(tmp_path, cache), [batch])
+    assert second.summary()["samples_computed"] == 0
+    assert plain.last_hidden is None and torch.equal(plain.features, first.features)
+    assert first.last_hidden.shape == (2, 23, 32) and first.nbytes == plain.nbytes + 2 * 23 * 32 * 4
+    assert torch.equal(first.last_hidden, again.last_hidden) and torch.equal(first.features, again.features)
+    assert not first.last_hidden[1, 9:].any() and not first.last_hidden.requires_grad
+    with pytest.raises(ModelInvalid, match="last_hidden: kept True, this run absent"):
+        run(stage(**folder), context(tmp_path, cache), [batch])
+
+
 def test_a_second_epoch_reads(tmp_path: Path, cache: Path) -> None:
     rows = random_rows([12, 7, 30])
     target = stage(keep="disk", keep_dir=str(tmp_path / "kept"))
