@@ -18,11 +18,14 @@ COMMANDS = {
     "validate": "Check a pipeline without running it, and list every problem.",
     "graph": "Draw a pipeline: stages, what travels on each edge, and the facts. Offline.",
     "plan": "Show what an epoch will look like, and strategies side by side. Offline.",
+    "show": "Show one row of a data file as the draft sees it: its tokens and its loss mask.",
     "stages": "List the stages that a pipeline may use, with their options.",
     "plugins": "List, show and write plugins.",
     "schema": "Print the JSON Schema of pipeline files, for editors.",
     "compare": "Say whether two runs are the same, bit for bit, and where they part.",
     "eval": "Measure the acceptance length of a run's newest checkpoint by real speculative decoding.",
+    "export": "Write the draft of a run, or another export, in a format that inference engines load.",
+    "doctor": "Say whether a draft is what was trained and what will be served; the overfit gate of a pipeline.",
 }
 """Commands in the order of ``--help``; each is ``command`` of the module ``<name>_command``, imported when used."""
 

@@ -1,78 +1,105 @@
-"""Evaluation of a finished run's checkpoint: what ``flowdflash eval`` does."""
+"""Evaluation of a draft that lies on disk: what ``flowdflash eval`` does."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from flowdflash.cache import cache_dir
 from flowdflash.cli.report_text import evaluation_lines
 from flowdflash.errors import FlowdflashError, ModelInvalid
 from flowdflash.items import Checkpoint
-from flowdflash.stage import OpenContext, Report
+from flowdflash.stage import Check, OpenContext, Report
 from flowdflash.stages.acceptance import AcceptanceSink
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint's folder, given a run's folder (its newest complete checkpoint) or the checkpoint itself.
+@dataclass(frozen=True)
+class _Setting:
+    """How a draft is evaluated where nothing else is said: as its run's pipeline does it."""
 
-    Raises:
-        ModelInvalid: there is none.
-    """
-    if (path / "draft" / "config.json").is_file():
-        return path
-    latest = path / "checkpoints" / "latest"
-    if not latest.is_file():
-        raise ModelInvalid(f"{path} is neither a checkpoint nor a run with one (no checkpoints/latest)")
-    newest = path / "checkpoints" / latest.read_text(encoding="utf-8").strip()
-    if not (newest / "draft" / "config.json").is_file():
-        raise ModelInvalid(f"{latest} names {newest.name!r}, which is not there; name another checkpoint of {path}")
-    return newest
+    stage: str = AcceptanceSink.type
+    options: Mapping[str, Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
 
 def evaluate_checkpoint(
-    path: Path,
-    load_pipeline: Callable[[str, Path], Any],
-    report: Report,
-    *,
-    prompts: Path | None = None,
-    num_prompts: int | None = None,
-    max_new_tokens: int | None = None,
+    path: Path, load_pipeline: Callable[[str, Path], Any], report: Report, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measure one checkpoint with the evaluator of its run's pipeline.
+    """Measure one draft with the evaluator of its run's pipeline, or with the options alone.
 
     Args:
-        path: folder of a run or of a checkpoint inside one.
+        path: folder of a run (its newest checkpoint), of a checkpoint, or of an exported draft.
         load_pipeline: checks a pipeline, given its text and the folder that its paths start from.
         report: told about progress.
-        prompts, num_prompts, max_new_tokens: instead of the pipeline's.
+        options: of the evaluator, instead of the pipeline's.
 
     Raises:
-        FlowdflashError: there is no checkpoint, or the run's pipeline has no evaluator.
+        FlowdflashError: there is no draft, or it is not known on which prompts or with which target to evaluate it.
     """
+    from flowdflash.dflash.decode import finish
     from flowdflash.dflash.export import load_zlab, zlab_config
+    from flowdflash.dflash.importing import find_draft, load_draft, read_provenance
 
-    folder = find_checkpoint(path.resolve())
-    run_dir = folder.parent.parent
-    base = Path(_entry(run_dir / "run.json", "pipeline_folder"))
-    pipeline = load_pipeline(_text(run_dir / "pipeline.yaml"), base)
-    nodes = [n for n in pipeline.graph.nodes.values() if issubclass(n.cls, AcceptanceSink)]
-    if not nodes:
-        raise FlowdflashError(f"the pipeline of {run_dir} has no sink of type {AcceptanceSink.type} to evaluate with")
-    given = {"prompts": prompts and prompts.resolve(), "num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
-    config = nodes[0].config.model_copy(update={k: v for k, v in given.items() if v is not None})
-    draft_config, draft = load_zlab(folder / "draft")
-    step = int(_entry(folder / "checkpoint.json", "step"))
-    checkpoint = Checkpoint(step, 0, "final", zlab_config(draft_config), draft.state_dict(), {}, {})
-    sink = AcceptanceSink(config)
-    ctx = OpenContext(nodes[0].name, run_dir, cache_dir(), seed=pipeline.seed, facts=nodes[0].facts, report=report)
+    folder = find_draft(path.resolve())
+    origin = read_provenance(folder)
+    run_dir = folder.parents[2]
+    if folder.name == "draft" and (run_dir / "run.json").is_file():
+        setting, step = _setting_of(run_dir, load_pipeline), int(_entry(folder.parent / "checkpoint.json", "step"))
+        config, draft = load_zlab(folder)
+        tensors: Mapping[str, Any] = draft.state_dict()
+    else:
+        imported = load_draft(folder)
+        setting, step = _Setting(), int(origin.get("step", 0))
+        config, tensors = imported.config, imported.tensors
+    sink = _evaluator(setting, origin, options, folder)
+    ctx = OpenContext(setting.stage, folder, cache_dir(), seed=setting.seed, facts=setting.facts, report=report)
     try:
         sink.open(ctx)
-        return {"checkpoint": str(folder), **sink.measure(checkpoint).as_dict()}
+        measuring = sink.measure(Checkpoint(step, 0, "final", zlab_config(config), tensors, {}, {}))
+        result = finish(measuring, lambda at: report.progress(at[0], at[1], len(sink.prompts)))
+        return {"checkpoint": str(folder), **result.as_dict()}
     finally:
         sink.close()
+
+
+def _setting_of(run_dir: Path, load_pipeline: Callable[[str, Path], Any]) -> _Setting:
+    pipeline = load_pipeline(_text(run_dir / "pipeline.yaml"), Path(_entry(run_dir / "run.json", "pipeline_folder")))
+    nodes = pipeline.graph.nodes.values()
+    for node in nodes:
+        if issubclass(node.cls, AcceptanceSink):
+            return _Setting(node.name, node.config.model_dump(exclude_unset=True), node.facts, pipeline.seed)
+    facts: Mapping[str, Any] = next((node.facts for node in nodes if node.kind == "drafter"), {})
+    return _Setting(facts=facts, seed=pipeline.seed)
+
+
+def _evaluator(
+    setting: _Setting, origin: Mapping[str, Any], options: Mapping[str, Any], folder: Path
+) -> AcceptanceSink:
+    given = {**(setting.options or {}), **options}
+    if setting.options is None and "prompts" not in given:
+        raise FlowdflashError(f"no pipeline says on which prompts to evaluate {folder}: name a file (--prompts)")
+    if "prompts" in options and "num_prompts" not in options:
+        given["num_prompts"] = 0
+    if "model" not in given and "model" not in setting.facts and origin.get("target"):
+        given["model"] = origin["target"]
+    try:
+        sink = AcceptanceSink(AcceptanceSink.Config.model_validate(given))
+    except ValidationError as error:
+        raise FlowdflashError(
+            "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        ) from None
+    check = Check(setting.stage, setting.facts)
+    sink.check(check)
+    wrong = [f"{p.path}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in check.problems]
+    if wrong:
+        raise FlowdflashError("; ".join(wrong))
+    return sink
 
 
 def _text(path: Path) -> str:

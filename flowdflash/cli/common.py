@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowdflash.secrets import hidden
+
 if TYPE_CHECKING:
     from flowdflash.config.check import Pipeline
     from flowdflash.plugin.loader import Plugins
@@ -23,6 +25,11 @@ SET = click.option(
 STRICT = click.option("--strict", is_flag=True, help="Take warnings for errors.")
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print what may repeat the words of a stage, a plugin or a server; secrets are left out."""
+    click.echo(hidden(text), err=err)
+
+
 def load_all_plugins(ctx: click.Context) -> Plugins:
     """Built-in stages, installed plugins and those of ``--plugins-dir``; what is wrong with one goes to stderr."""
     from flowdflash import stages
@@ -32,7 +39,7 @@ def load_all_plugins(ctx: click.Context) -> Plugins:
         builtin=[stages], plugins_dir=ctx.find_root().obj["plugins_dir"], disabled=ctx.find_root().obj["disabled"]
     )
     for warning in plugins.warnings:
-        click.echo(f"warning: plugin {warning}", err=True)
+        say(f"warning: plugin {warning}", err=True)
     return plugins
 
 
@@ -63,13 +70,13 @@ def exit_codes() -> Iterator[None]:
         click.echo(as_text(error.problems), err=True)
         sys.exit(INVALID)
     except PluginBroken as error:
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(INVALID)
     except StageFailed as error:
         _tell_failure(error)
         sys.exit(FAILED)
     except FlowdflashError as error:
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(FAILED)
 
 
@@ -78,9 +85,9 @@ def _tell_failure(error: Any) -> None:
 
     # An error that we raise on purpose says all there is to say; anything else needs its traceback.
     if not isinstance(error.cause, FlowdflashError):
-        click.echo(error.original_traceback(), err=True, nl=False)
-    click.echo(f"error: {error}", err=True)
+        say(error.original_traceback().rstrip("\n"), err=True)
+    say(f"error: {error}", err=True)
     for later in error.later:
-        click.echo(f"  then: {later}", err=True)
+        say(f"  then: {later}", err=True)
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
+        say(note, err=True)

@@ -16,6 +16,8 @@ from flowdflash.cache import cache_dir
 from flowdflash.cli.report_text import outcome_text, plan_text, resume_text, step_text
 from flowdflash.errors import StageFailed
 from flowdflash.items import Checkpoint, StepRecord
+from flowdflash.secrets import hidden
+from flowdflash.stage import Sink
 
 if TYPE_CHECKING:
     from flowdflash.config.check import Pipeline
@@ -75,6 +77,7 @@ class ConsoleReport:
             self._say(text)
 
     def _say(self, text: str) -> None:
+        text = hidden(text)
         if self._bars is not None:
             # As it is: nothing in it is markup, and a table that is wider than the terminal keeps its lines.
             self._bars.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -151,7 +154,7 @@ def carry_out(
     from flowdflash.runtime.stop import StopRequest
 
     stop, watch = StopRequest(), _Watch(plugins, report)
-    resumable = _resumable(pipeline)
+    resumable, drafters = is_resumable(pipeline), pipeline.graph.of_kind("drafter")
 
     def on_plan(plan: Any) -> None:
         watch.total_steps = _steps_wanted(plan, pipeline)
@@ -163,7 +166,7 @@ def carry_out(
                 pipeline, watch, run, report=report, stop=stop, cache_dir=cache_dir(), on_plan=on_plan, resume=resume
             )
         except StageFailed as error:
-            if resumable and (run.path / "checkpoints" / "latest").is_file():
+            if resumable and (not drafters or (run.path / "checkpoints" / "latest").is_file()):
                 error.add_note(resume_text(run.path))
             raise
         say(outcome_text(outcome, run.path))
@@ -174,10 +177,12 @@ def carry_out(
     return 0
 
 
-def _resumable(pipeline: Pipeline) -> bool:
-    """A run of it leaves checkpoints to go on from."""
+def is_resumable(pipeline: Pipeline) -> bool:
+    """A run of it leaves checkpoints to go on from; or, where nothing is trained, sinks that know what they have."""
     drafters = pipeline.graph.of_kind("drafter")
     sinks = [node.cls for node in pipeline.graph.of_kind("sink")]
+    if not drafters:
+        return bool(sinks) and all(getattr(cls, "batches_done", None) is not Sink.batches_done for cls in sinks)
     return len(drafters) == 1 and any(Checkpoint in cls.reads and getattr(cls, "saves", False) for cls in sinks)
 
 

@@ -63,10 +63,12 @@ def plan_report(
     from dataclasses import asdict
 
     from flowdflash.cache import cache_dir
+    from flowdflash.cli.host_memory import host_memory
     from flowdflash.cli.strategies import strategies
+    from flowdflash.runtime.draft_shape import DraftShape
     from flowdflash.runtime.plan import plan_window
     from flowdflash.runtime.plan_compare import plan_strategies
-    from flowdflash.runtime.plan_figures import DraftShape, figures
+    from flowdflash.runtime.plan_figures import figures
     from flowdflash.runtime.plan_memory import memory
 
     graph = pipeline.graph
@@ -80,6 +82,7 @@ def plan_report(
     for of in by_name.values():
         # At the same padded tokens per second: what is not wasted on padding is spent on samples.
         of["throughput_gain"] = (1 - of["padding_waste"]) / (1 - by_name[own.name]["padding_waste"]) - 1
+    held = memory(graph, own.table, pipeline.ordering, Path("runs").resolve())
     told = {
         "name": pipeline.name,
         "file": str(pipeline.path),
@@ -88,7 +91,7 @@ def plan_report(
         "chosen": own.name,
         "run": asdict(totals),
         "strategies": by_name,
-        "memory": memory(graph, own.table, pipeline.ordering, Path("runs").resolve()),
+        "memory": {**held, "host": host_memory(graph, own.table, held)},
     }
     return told, _drawn(plans)
 

@@ -131,8 +131,11 @@ def _cell(value: Any, style: str) -> str:
 
 
 def memory_lines(memory: Figures) -> list[str]:
-    """Features, edges and checkpoints."""
+    """Features, edges, checkpoints and the peak of host memory."""
     lines = []
+    if host := memory.get("host"):
+        parts = ", ".join(f"{name} {size(held)}" for name, held in host.items())
+        lines.append(f"host memory on a CPU: about {size(sum(host.values()))} at the peak ({parts})")
     features = memory["features"]
     if features:
         unsure = " (twice that in float32; dtype is auto)" if features["dtype_assumed"] else ""

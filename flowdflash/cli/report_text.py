@@ -66,10 +66,12 @@ def outcome_text(outcome: Any, run_dir: Path) -> str:
         f"{outcome.status}: {outcome.steps:,} optimizer steps, {outcome.batches:,} batches, "
         f"{outcome.samples:,} samples, {outcome.tokens:,} tokens in {outcome.wall_secs:.1f} s ({rate:,.0f} tokens/s)"
     ]
-    if outcome.resumed_at_step is not None:
+    if outcome.resumed_at_step is not None and outcome.steps:
         lines.append(f"resumed after step {outcome.resumed_at_step:,}: all but the steps counts from there")
     if outcome.batches_per_bucket:
         lines.append("batches per bucket: " + ", ".join(f"{k}: {v:,}" for k, v in outcome.batches_per_bucket.items()))
+    if outcome.order_distance:
+        lines.append(f"order: batches came up to {outcome.order_distance:,} places away from their place in the plan")
     lines += [f"dropped: {count:,} samples ({reason})" for reason, count in outcome.dropped.items()]
     lines += ["", _stage_table(outcome), f"bottleneck: {outcome.bottleneck or 'none'}"]
     for name, summary in outcome.summaries.items():
@@ -104,7 +106,9 @@ def _stage_table(outcome: Any) -> str:
 
 def _summary_lines(name: str, summary: Mapping[str, Any]) -> list[str]:
     if "evaluations" in summary:
-        return [line for e in summary["evaluations"] for line in evaluation_lines(name, e)]
+        lines = [line for e in summary["evaluations"] for line in evaluation_lines(name, e)]
+        left_out = ", ".join(map(str, summary.get("steps_left_out", ())))
+        return lines + ([f"{name}: steps that were not measured: {left_out}"] if left_out else [])
     shown = ", ".join(f"{key} {_short(value)}" for key, value in summary.items() if value not in (None, [], {}, ""))
     return [f"{name}: {shown}"] if shown else []
 
@@ -112,13 +116,23 @@ def _summary_lines(name: str, summary: Mapping[str, Any]) -> list[str]:
 def evaluation_lines(name: str, e: Mapping[str, Any]) -> list[str]:
     """One evaluation, for a person."""
     slots = " ".join(_figure(x, 2) for x in e["acceptance_per_slot"])
-    tau, pooled = _figure(e["tau"], 3), _figure(e["tau_pooled"], 3)
-    return [
+    tau, pooled, eal, walk = (_figure(e[key], 3) for key in ("tau_gen", "tau_pooled", "eal", "eal_walk"))
+    how = f"{e['identical']} of {e['prompts']} identical to plain greedy decoding"
+    if e["temperature"]:
+        how = f"sampled at temperature {e['temperature']:g}, top_p {e['top_p']:g}, top_k {e['top_k']}"
+    lines = [
         f"{name}: step {e['step']}: acceptance length τ = {tau} (pooled {pooled}) on {e['prompts']} prompts, "
-        f"{e['new_tokens']:,} tokens in {e['passes']:,} passes; "
-        f"{e['identical']} of {e['prompts']} identical to plain greedy decoding",
+        f"{e['new_tokens']:,} tokens in {e['passes']:,} passes; {how}",
         f"  passes that committed 1, 2, ... tokens: {' '.join(map(str, e['histogram']))}; accepted per slot: {slots}",
     ]
+    if e["answers"]:
+        lines.append(f"  teacher forced on {e['answers']} answers: eal {eal}, where decoding puts its blocks {walk}")
+    for speed in filter(None, (e, e["alone"])):
+        lines.append(
+            f"  batches of {speed['batch_size']}: τ {_figure(speed['tau_gen'], 3)}, {speed['secs']:.1f} s; without the "
+            f"draft {speed['plain_secs']:.1f} s: speedup {speed['speedup']:.2f}"
+        )
+    return lines
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowdflash.cli.console import ConsoleReport, carry_out
+from flowdflash.cli.console import ConsoleReport, carry_out, is_resumable
 from flowdflash.errors import FlowdflashError, PipelineInvalid, Problem
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def resume_run(
         PipelineInvalid: the pipeline is not the one that the run began with.
         FlowdflashError: it cannot go on, or it failed again.
     """
-    from flowdflash.runtime.resume import find_resume
+    from flowdflash.runtime.resume import Resume, find_resume
     from flowdflash.runtime.rundir import RunDir
 
     with RunDir.open_existing(path) as run:
@@ -50,15 +50,16 @@ def resume_run(
             return 0
         pipeline = _same_pipeline(run, plugins, report, file, overrides, strict)
         drafters = pipeline.graph.of_kind("drafter")
-        if len(drafters) != 1:
+        if len(drafters) > 1 or not (drafters or is_resumable(pipeline)):
             raise FlowdflashError(
-                f"run folder {run.path}: only a run with one drafter can be resumed, its pipeline has {len(drafters)}; "
-                "start a new run"
+                f"run folder {run.path}: only a run with one drafter can be resumed, or a run without one whose "
+                f"sinks all know which batches they have; its pipeline has {len(drafters)} drafters; start a new run"
             )
-        resume = find_resume(run, report)
+        resume = find_resume(run, report) if drafters else Resume()
         for changed in run.note_resume(resume.step):
             report.warn(f"since the run began: {changed}; results may differ in the last digits")
-        report.info(f"resuming after step {resume.step:,} ({len(resume.ledger):,} batches done) in {run.path}")
+        done = f"after step {resume.step:,} ({len(resume.ledger):,} batches done) " if drafters else ""
+        report.info(f"resuming {done}in {run.path}")
         return carry_out(pipeline, plugins, run, report, say=say, resume=resume)
 
 

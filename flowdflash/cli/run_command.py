@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from flowdflash.cli.common import SET, STRICT, exit_codes, load_all_plugins, load_pipeline
+from flowdflash.cli.common import SET, STRICT, exit_codes, load_all_plugins, load_pipeline, say
 
 
 @click.command("run")
@@ -48,12 +48,10 @@ def command(
         if resume is not None:
             plugins = load_all_plugins(ctx)
             with ConsoleReport() as report:
-                code = resume_run(
-                    resume, plugins, report, file=file, overrides=overrides, strict=strict, say=click.echo
-                )
+                code = resume_run(resume, plugins, report, file=file, overrides=overrides, strict=strict, say=say)
         else:
             assert file is not None
             pipeline, plugins = load_pipeline(ctx, file, overrides, strict)
             with ConsoleReport() as report:
-                code = run_pipeline(pipeline, plugins, run_dir, report, say=click.echo)
+                code = run_pipeline(pipeline, plugins, run_dir, report, say=say)
     sys.exit(code)
