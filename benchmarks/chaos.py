@@ -32,9 +32,9 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env)
     rows = json.loads(done.stdout)
     landed = Counter(where_it_landed(death) for row in rows for death in row["landed"] if death["exit"])
-    print(f"{'landed at':44} {'killed':>7}")
+    print(f"{'landed at':66} {'killed':>7}")
     for where, count in sorted(landed.items()):
-        print(f"{where:44} {count:>7}")
+        print(f"{where:66} {count:>7}")
     bad = [row for row in rows if row["differences"]]
     print(f"{len(rows)} runs, {sum(landed.values())} kills, {len(bad)} runs with differences")
     for row in bad:
@@ -47,7 +47,8 @@ def where_it_landed(death: dict[str, object]) -> str:
     where = "".join("N" if ch.isdigit() else ch for ch in str(death["where"]))
     while "NN" in where:
         where = where.replace("NN", "N")
-    when = "just after" if death.get("delay_us") else "before"
+    delay = death.get("delay_us")
+    when = "inside or just after" if delay == -1 else "soon after" if delay else "before"
     return f"{'SIGINT' if death.get('signal') == 2 else 'SIGKILL'} {when} {where}"
 
 

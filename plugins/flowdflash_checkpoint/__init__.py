@@ -26,13 +26,15 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
+from flowdflash.errors import Problem
 from flowdflash.items import Checkpoint
 from flowdflash.plugin import hookimpl
 from flowdflash.stage import Check, OpenContext, Sink, StageConfig
+from flowdflash_checkpoint.best import best, best_problem, measured_steps
 
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{6,})(?:-\d+)?")
@@ -40,11 +42,13 @@ _LEFTOVERS = (".writing-step-*", ".removing-step-*")
 
 
 class CheckpointSink(Sink):
-    """Writes checkpoints in the background, atomically, and keeps the newest few."""
+    """Writes checkpoints in the background, atomically, one at a time; keeps the newest few and the best."""
 
     type = "checkpoint"
     reads = (Checkpoint,)
-    safe_to_change = frozenset({"every_steps", "at_start", "at_end", "keep", "dtype"})
+    safe_to_change = frozenset(
+        {"every_steps", "at_start", "at_end", "keep", "keep_best", "best_by", "when_busy", "dtype"}
+    )
 
     class Config(StageConfig):
         """Options of the sink ``checkpoint``."""
@@ -55,6 +59,18 @@ class CheckpointSink(Sink):
         at_start: bool = Field(False, description="Keep the untrained draft too.")
         at_end: bool = Field(True, description="A checkpoint when training ends.")
         keep: int = Field(3, ge=1, description="How many of this run's newest checkpoints stay on disk.")
+        keep_best: int = Field(
+            0,
+            ge=0,
+            description="How many others stay: those with the longest acceptance length, as an evaluator of this run "
+            "has measured it; and those that it has still to measure.",
+        )
+        best_by: str = Field("", description="Stage whose results say which are best; empty: the only evaluator.")
+        when_busy: Literal["wait", "skip"] = Field(
+            "wait",
+            description="When a checkpoint falls due on the way while one is being written: it waits in the edge (and "
+            "training too, once that is full), or it is skipped and counted.",
+        )
         dtype: str = Field(
             "bfloat16", pattern="^(bfloat16|float32)$", description="Number format of the exported draft."
         )
@@ -67,7 +83,7 @@ class CheckpointSink(Sink):
         # fp32 weights and two moments of the optimizer for a resume, and the exported draft.
         each = parameters * (3 * 4 + (2 if config.dtype == "bfloat16" else 4))
         # The newest is complete before the oldest goes.
-        count = config.keep + 1 if config.every_steps else config.at_start + config.at_end
+        count = config.keep + config.keep_best + 1 if config.every_steps else config.at_start + config.at_end
         return {"checkpoint_bytes": each, "checkpoints": count}
 
     def open(self, ctx: OpenContext) -> None:
@@ -76,8 +92,11 @@ class CheckpointSink(Sink):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run, self.report = ctx.run_dir.name, ctx.report
         self.facts = ctx.facts
-        self.newest, self.count = "", 0
+        self.newest, self.count, self.failures = "", 0, 0
         self.write_secs = 0.0
+        self.evaluations = ctx.run_dir / "evaluations.jsonl"
+        self.due: set[int] = set()  # steps on the way that this sink wanted and has not written yet
+        self.skipped: set[int] = set()
         for leftover in (path for pattern in _LEFTOVERS for path in self.folder.glob(pattern)):
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)
@@ -89,8 +108,21 @@ class CheckpointSink(Sink):
         # The last step is only ever asked about as such, even where its turn has come anyway.
         turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
         if reason == "every":
-            return turn
+            return turn and not self._busy(step)
         return reason == "interrupted" or turn or bool(self.config.at_end)
+
+    def _busy(self, step: int) -> bool:
+        """Another checkpoint is on its way to the disk and this one is not to wait. Asked several times per step."""
+        if self.config.when_busy == "wait":
+            return False
+        if self.due - {step}:
+            if step not in self.skipped:
+                self.skipped.add(step)
+                self.report.warn(f"checkpoint of step {step} skipped: that of step {max(self.due)} is being written")
+            return True
+        self.due.add(step)
+        self.skipped.discard(step)
+        return False
 
     def write(self, item: Checkpoint) -> None:
         """Write one checkpoint under a temporary name, then rename it; ``latest`` is switched last.
@@ -98,6 +130,15 @@ class CheckpointSink(Sink):
         Raises:
             OSError: the disk is full or the folder cannot be written; what was there before stays valid.
         """
+        try:
+            self._write(item)
+        except OSError:
+            self.failures += 1
+            raise
+        finally:
+            self.due.discard(item.step)
+
+    def _write(self, item: Checkpoint) -> None:
         began = time.monotonic()
         before = self._mine(item.step)
         name = self._free_name(item.step)
@@ -106,8 +147,11 @@ class CheckpointSink(Sink):
         try:
             self._fill(temporary, item)
             temporary.rename(self.folder / name)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError":
+                # How torch and safetensors say that a file cannot be written.
+                raise OSError(f"{temporary}: {error}") from error
             raise
         _sync(self.folder)
         _replace_text(self.folder / "latest", name + "\n")
@@ -161,10 +205,14 @@ class CheckpointSink(Sink):
                 found.append((int(match[1]), path))
         return [path for _, path in sorted(found)]
 
-    def _retain(self, replaced: Sequence[Path]) -> None:
-        """Delete what was replaced and this run's oldest beyond ``keep``, never the one that ``latest`` names."""
-        kept = [path for path in self._mine() if path not in replaced]
-        for path in (*replaced, *kept[: -self.config.keep]):
+    def _retain(self, replaced: Sequence[Path] = ()) -> None:
+        """Delete what was replaced and this run's oldest but the best, never the one that ``latest`` names."""
+        mine = [path for path in self._mine() if path not in replaced]
+        keep = set(mine[-self.config.keep :])
+        if self.config.keep_best:
+            measured = measured_steps(self.evaluations, self.config.best_by)
+            keep.update(best({path: _step(path) for path in mine}, measured, self.config.keep_best))
+        for path in (*replaced, *(path for path in mine if path not in keep)):
             if path.name == self.newest:
                 continue
             try:
@@ -172,12 +220,19 @@ class CheckpointSink(Sink):
             except OSError as error:  # the new checkpoint is safe, and no reason to end the run
                 self.report.warn(f"could not delete the old checkpoint {path}: {error.strerror or error}")
 
+    def close(self) -> None:
+        """What was measured last decides what stays."""
+        if self.config.keep_best and self.newest:
+            self._retain()
+
     def summary(self) -> Mapping[str, Any]:
-        """Checkpoints written, and the time it took on the sink's own thread."""
+        """Checkpoints written, failed and skipped, and the time it took on the sink's own thread."""
         return {
             "checkpoints_written": self.count,
             "newest": self.newest,
             "write_secs": round(self.write_secs, 3),
+            "writes_failed": self.failures,
+            "skipped_while_busy": len(self.skipped),
         }
 
 
@@ -186,6 +241,10 @@ def _run_of(folder: Path) -> str | None:
         return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
 
 
 def _remove(folder: Path) -> None:
@@ -220,3 +279,16 @@ def _replace_text(path: Path, text: str) -> None:
 def flowdflash_register(registry: Any) -> None:
     """Adds the sink ``checkpoint``."""
     registry.register(CheckpointSink)
+
+
+@hookimpl
+def flowdflash_check(graph: Any) -> list[Problem]:
+    """``keep_best`` needs an evaluator that measures, on the way, checkpoints that are saved."""
+    problems = []
+    for node in graph.of_kind("sink"):
+        if node.cls is CheckpointSink and (node.config.keep_best or node.config.best_by):
+            message, hint = best_problem(graph, node)
+            if message:
+                option = "keep_best" if node.config.keep_best else "best_by"
+                problems.append(Problem(message, path=f"stages.{node.name}.{option}", hint=hint))
+    return problems

@@ -112,7 +112,28 @@ def _by_rule(rule: Rule, batches: BatchTable, history: History, rng: np.random.G
     taken = [members[_lattice(batches.mean_length[members], rng)] for members in inside]
     order = np.empty(len(batches), dtype=np.int64)
     order[np.argsort(places, kind="stable")] = np.concatenate([*taken, np.zeros(0, np.int64)])
+    if history.window > 1 and len(order):
+        _even_out(order, which, batches.tokens.astype(np.float64), history)
     return order
+
+
+def _even_out(order: IntArray, which: IntArray, tokens: FloatArray, history: History) -> None:
+    """Give all windows about the same number of tokens: each bucket's first batches of all windows change places.
+
+    Of these the one with most tokens goes to the window that has fewest without it, and so on. Buckets stay in place,
+    and all but the first batch of a bucket in a window stay as the lattice has spread them.
+    """
+    window = (len(history.buckets) % history.window + np.arange(len(order))) // history.window
+    above = np.bincount(window, tokens[order] - tokens.mean())
+    _, first = np.unique(window * (which.max() + 1) + which[order], return_index=True)
+    bucket = which[order[first]]
+    for k in range(which.max() + 1):
+        places = first[bucket == k]
+        batches = order[places]
+        above[window[places]] -= tokens[batches]
+        places = places[np.argsort(above[window[places]], kind="stable")]
+        order[places] = batches[np.argsort(-tokens[batches], kind="stable")]
+        above[window[places]] += tokens[order[places]]
 
 
 def _herding(batches: BatchTable) -> Rule:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from pydantic import Field
@@ -14,6 +18,7 @@ from pydantic import Field
 from flowdflash.errors import FlowdflashError
 from flowdflash.items import StepRecord
 from flowdflash.plugin import hookimpl
+from flowdflash.secrets import hidden
 from flowdflash.stage import Check, OpenContext, Sink, StageConfig
 from flowdflash_wandb.account import effective_mode, has_api_key
 from flowdflash_wandb.progress import Progress
@@ -25,13 +30,16 @@ INIT_TIMEOUT_SECS = 60
 FINISH_TIMEOUT_SECS = 120
 """How long to wait for uploads at the end of a run: a dead network must not keep a finished run from ending."""
 
+MOST_WAITING = 1000
+"""Records that may wait for W&B to take them; training is never kept waiting for it."""
+
 
 class WandbSink(Sink):
     """Logs every optimizer step to Weights & Biases: loss, norms, lengths, and which buckets were dispatched.
 
     Series are drawn over the optimizer step, an axis of their own, so that W&B's hidden counter drops no record. A
-    failure of W&B while training is one warning; from then on records go to a JSONL file in the run's folder. The
-    environment variable WANDB_MODE wins over ``mode``. Never asks for anything.
+    failure of W&B while training is one warning; from then on records go to a JSONL file in the run's folder, and so do
+    those that it is too slow to take. The environment variable WANDB_MODE wins over ``mode``. Never asks for anything.
     """
 
     type = "wandb"
@@ -60,6 +68,12 @@ class WandbSink(Sink):
         self._last_step: int | None = None
         self._counts = {"logged": 0, "spilled": 0, "lost": 0}
         self._warn: Any = None
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[_Row | None] = SimpleQueue()
+        self._sending: _Row | None = None
+        self._behind = self._stuck = False
+        # A call of W&B may block; only a thread of its own can be left behind in one.
+        self._sender = threading.Thread(target=self._send, name="flowdflash-wandb", daemon=True)
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """Refuse what would fail after the models are loaded: a mode that is none, online without a key."""
@@ -94,41 +108,78 @@ class WandbSink(Sink):
             self._warn(f"W&B does not answer, logging offline instead: {_one_line(error)}")
             self._mode = "offline"
             self._run = self._start(ctx)
+        self._sender.start()
         if self._mode == "online" and (url := getattr(self._run, "url", "")):
             ctx.report.info(f"W&B: {url}")
 
     def write(self, item: StepRecord) -> None:
-        """Log one record; never raises for a fault of W&B."""
-        if self._run is None and not self._failed:
+        """Log one record; never raises for a fault of W&B, and never waits for it."""
+        if self._run is None:
             return
         # A resumed run takes steps again that were logged before it was killed, and they come out the same.
         if self._last_step is not None and item.step <= self._last_step:
             return
-        self._log(item)
-        with suppress(OSError):
-            Progress(item.step, self._series.dispatched).write(self._progress)
+        values = self._series.values(item)
+        row = _Row(item, {**values, **self._histogram()}, dict(self._series.dispatched))
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put(row)
+            return
+        if not self._behind:
+            self._behind = True
+            self._warn(f"W&B is {MOST_WAITING:,} records behind; those that it cannot take go to {self._spill}")
+        self._keep(item)
 
     @property
     def last_step(self) -> int | None:
         """The last step that was logged before a resumed run began."""
         return self._last_step
 
-    def _log(self, item: StepRecord) -> None:
-        values = self._series.values(item)
+    def _send(self) -> None:
+        """On a thread of its own: whatever waits, in order."""
+        while (row := self._waiting.get()) is not None:
+            self._sending = row
+            self._log(row)
+            self._sending = None
+
+    def _log(self, row: _Row) -> None:
+        step = row.record.step
         if not self._failed:
             try:
-                self._run.log({**values, **self._histogram()})
+                self._run.log(row.values)
             except Exception as error:
                 self._failed = _one_line(error)
-                self._warn(f"W&B failed at step {item.step}, records go to {self._spill} from here: {self._failed}")
+                self._warn(f"W&B failed at step {step}, records go to {self._spill} from here: {self._failed}")
             else:
                 self._counts["logged"] += 1
+                with suppress(OSError):
+                    Progress(step, row.dispatched).write(self._progress)
                 return
-        self._keep(item)
+        self._keep(row.record)
+
+    def _hand_over(self) -> bool:
+        """Wait a bounded time until W&B has every record; what it does not take is spilled. False if it is stuck."""
+        if self._stuck or not self._sender.is_alive():
+            return not self._stuck
+        self._waiting.put(None)
+        self._sender.join(FINISH_TIMEOUT_SECS)
+        if not self._sender.is_alive():
+            return True
+        self._stuck = True
+        left: list[_Row | None] = [self._sending]
+        with suppress(Empty):
+            while True:
+                left.append(self._waiting.get_nowait())
+        self._waiting.put(None)
+        kept = [row.record for row in left if row is not None]
+        for record in kept:
+            self._keep(record)
+        if kept:
+            self._warn(f"W&B does not take the last {len(kept)} records; they are in {self._spill}")
+        return False
 
     def close(self) -> None:
         """Finish the W&B run, waiting a bounded time for uploads."""
-        if self._run is None:
+        if self._run is None or not self._hand_over():
             return
         try:
             self._run.finish(exit_code=0)
@@ -139,6 +190,7 @@ class WandbSink(Sink):
         """How many records W&B has, and where the others are."""
         if self._mode in ("", "disabled"):
             return {"mode": self._mode or "never opened"}
+        self._hand_over()
         url = str(getattr(self._run, "url", "") or "") if self._mode == "online" else ""
         spill = str(self._spill) if self._counts["spilled"] else ""
         extra = {"url": url, "failure": self._failed, "spill_file": spill}
@@ -150,14 +202,22 @@ class WandbSink(Sink):
         known = folder / "run-id.txt"  # a resumed run goes on in the same W&B run
         given = {"id": known.read_text().strip(), "resume": "allow"} if known.is_file() else {}
         run = self._wandb.init(
-            project=self.config.project,
-            name=self.config.name or ctx.run_dir.name,
+            project=hidden(self.config.project),
+            name=hidden(self.config.name) or ctx.run_dir.name,
             mode=self._mode,
             dir=str(folder),
             reinit="create_new",
-            config={"seed": ctx.seed, **{k: v for k, v in ctx.facts.items() if isinstance(v, (str, int, float))}},
+            config={
+                "seed": ctx.seed,
+                **{k: _told(v) for k, v in ctx.facts.items() if isinstance(v, str | int | float)},
+            },
             settings=self._wandb.Settings(
-                console="off", silent=True, init_timeout=INIT_TIMEOUT_SECS, finish_timeout=FINISH_TIMEOUT_SECS
+                console="off",
+                silent=True,
+                init_timeout=INIT_TIMEOUT_SECS,
+                finish_timeout=FINISH_TIMEOUT_SECS,
+                # Among what W&B notes of the machine is the command line, where a shell may have put a secret.
+                x_disable_meta=any(hidden(word) != word for word in sys.argv),
             ),
             **given,
         )
@@ -171,12 +231,22 @@ class WandbSink(Sink):
         return {"buckets/dispatched": self._wandb.Histogram(np_histogram=histogram)} if histogram else {}
 
     def _keep(self, item: StepRecord) -> None:
-        try:
-            with self._spill.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(item.as_dict()) + "\n")
-            self._counts["spilled"] += 1
-        except OSError:
-            self._counts["lost"] += 1
+        with self._lock:
+            try:
+                with self._spill.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(item.as_dict()) + "\n")
+                self._counts["spilled"] += 1
+            except OSError:
+                self._counts["lost"] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A record, what W&B is to log of it, and the batches dispatched per bucket up to it."""
+
+    record: StepRecord
+    values: dict[str, Any]
+    dispatched: dict[int, int]
 
 
 _KEY_HINT = "set WANDB_API_KEY, run `wandb login`, or say `mode: auto` or `offline`"
@@ -192,6 +262,10 @@ def _import_wandb() -> Any:
             "`mode: disabled`"
         ) from error
     return wandb
+
+
+def _told(value: str | int | float) -> str | int | float:
+    return hidden(value) if isinstance(value, str) else value
 
 
 def _one_line(error: BaseException) -> str:

@@ -45,6 +45,8 @@ class Series:
             "window/anchors": record.anchors,
             "window/distinct_buckets": len(record.buckets),
             "window/padding": record.padding,
+            "window/order_distance": record.order_distance,
+            **({} if record.window_kl is None else {"window/kl_bits": record.window_kl}),
             "length/mean": record.length_mean,
             "length/max": record.length_max,
             "time/step_secs": record.step_secs,
