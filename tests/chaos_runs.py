@@ -2,8 +2,9 @@
 
 One process imports everything once and forks a child for each run or resumption, so that a kill costs well under a
 second. A child runs the command line itself. It is killed from inside, at a chosen event: the n-th time that it is just
-about to open, rename, remove or make something in the run's folder, or that it has taken an optimizer step, and so many
-microseconds later. So kills land before a save, inside a file, between two renames, while a resumption tidies up.
+about to open, rename, remove or make something in the run's folder, that it has taken an optimizer step, or the last
+one of an epoch, or begins to evaluate; and so many microseconds later, or while the call just announced is in the
+kernel. So kills land before a save, inside a file, inside a rename, between two renames, while a resumption tidies up.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,21 +40,30 @@ stages:
   metrics: {kind: sink, type: jsonl, inputs: drafter.records}
   save: {kind: sink, type: checkpoint, inputs: drafter.checkpoints, every_steps: 2, keep: 2}
   acceptance: {kind: sink, type: acceptance, inputs: drafter.checkpoints, num_prompts: 2, max_new_tokens: 4,
-               every_steps: 4}
+               every_steps: 4, when_busy: wait}
 """
 
 WRITING = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 MOST_TRIES = 60
+EPOCH_STEPS = 8
+INSIDE = -1
+"""A delay: as soon as the thread lets others run, which is when the call just announced is in the kernel."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When a child is to die: at the ``count``-th event of a kind, ``delay_us`` microseconds later."""
+    """When a child is to die: at the ``count``-th event of a kind, ``delay_us`` microseconds later.
+
+    ``match`` counts only events whose text holds it; ``times`` sends the signal so many times, and has the thread wait
+    until each has been heard, and the drafter too after its next step.
+    """
 
     event: str
     count: int
-    delay_us: int
+    delay_us: int = 0
     signal: int = signal.SIGKILL
+    match: str = ""
+    times: int = 0
 
 
 @dataclass
@@ -71,6 +82,8 @@ class Trap:
         self.kill, self.run, self.note = kill, str(run), note
         self.counts: Counter[str] = Counter()
         self.sprung = False
+        self.heard_signal = threading.Semaphore(0)
+        self.answered = threading.Event()
 
     def arm(self) -> None:
         sys.addaudithook(self.heard)
@@ -80,21 +93,41 @@ class Trap:
             return
         writes = event == "open" and isinstance(args[1], str) and args[1][:1] in ("w", "a", "x")
         if (writes or event in WRITING) and str(args[0]).startswith(self.run):
-            self.count("write", f"{event} {str(args[0])[len(self.run) + 1 :]}")
+            where = f"{event} {str(args[0])[len(self.run) + 1 :]}"
+            self.count("write", where)
+            if event == "os.rename":
+                self.count("rename", where)
 
     def count(self, kind: str, where: str) -> None:
         kill = self.kill
-        if kill is None or self.sprung or kind != kill.event:
+        if kill is None or self.sprung or kind != kill.event or kill.match not in where:
             return
         self.counts[kind] += 1
         if self.counts[kind] < kill.count:
             return
         self.sprung = True
         self.note.write_text(where)
-        if kill.delay_us:
+        if kill.times:
+            self.send(kill)
+        elif kill.delay_us == INSIDE:
+            start_new_thread(os.kill, (os.getpid(), kill.signal))
+        elif kill.delay_us:
             threading.Timer(kill.delay_us / 1e6, os.kill, (os.getpid(), kill.signal)).start()
         else:
             os.kill(os.getpid(), kill.signal)
+
+    def send(self, kill: Kill) -> None:
+        for _ in range(kill.times):
+            os.kill(os.getpid(), kill.signal)
+            assert self.heard_signal.acquire(timeout=30)
+        self.answered.set()
+
+    def stepped(self, step: int) -> None:
+        self.count("step", f"step {step}")
+        if step % EPOCH_STEPS == 0:
+            self.count("epoch end", f"step {step}, the last of an epoch")
+        if self.sprung and self.kill is not None and self.kill.times:
+            self.answered.wait(30)
 
 
 def in_child(arguments: list[str], trap: Trap) -> int:
@@ -108,13 +141,27 @@ def in_child(arguments: list[str], trap: Trap) -> int:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         from flowdflash.cli import console, main
+        from flowdflash.runtime.stop import StopRequest
+        from flowdflash.stages.acceptance import AcceptanceSink
 
+        request, measure = StopRequest.request, AcceptanceSink.measure
+
+        def requested(self: StopRequest) -> None:
+            request(self)
+            trap.heard_signal.release()
+
+        def measured(self: AcceptanceSink, item: Any) -> Any:
+            trap.count("evaluate", f"evaluation of step {item.step}")
+            return measure(self, item)
+
+        StopRequest.request = requested  # type: ignore[method-assign]
+        AcceptanceSink.measure = measured  # type: ignore[method-assign]
         notify = console._Watch.notify
 
         def watched(self: Any, hook: str, /, **given: Any) -> list[str]:
             told = notify(self, hook, **given)
             if hook == "flowdflash_step":
-                trap.count("step", f"step {given['record'].step}")
+                trap.stepped(given["record"].step)
             return told
 
         console._Watch.notify = watched  # type: ignore[method-assign]
@@ -144,19 +191,21 @@ def one_story(folder: Path, pipeline: Path, kills: Iterator[Kill | None]) -> tup
         landed.append(Landed(kill, note.read_text() or "the end", code))
         if code == 0:
             return run, landed
-        if code not in (-signal.SIGKILL, 130):
+        if code not in (-signal.SIGKILL, 130, 143):
             raise AssertionError(f"exit code {code}\n{Path(f'{note}.log').read_text()[-4000:]}")
     raise AssertionError(f"not finished after {MOST_TRIES} tries")
+
+
+EVENTS = (("write", 60), ("write", 60), ("rename", 12), ("rename", 12), ("step", 6), ("epoch end", 1), ("evaluate", 3))
 
 
 def random_kills(seed: int, most: int) -> Iterator[Kill | None]:
     """Kills at seeded random events, then none."""
     rng = random.Random(seed)
     for _ in range(most):
-        event = rng.choice(("write", "write", "write", "step"))
-        count = rng.randint(1, 60) if event == "write" else rng.randint(1, 6)
+        event, most_count = rng.choice(EVENTS)
         how = signal.SIGINT if rng.random() < 0.15 else signal.SIGKILL
-        yield Kill(event, count, rng.choice((0, 0, rng.randint(1, 3000))), how)
+        yield Kill(event, rng.randint(1, most_count), rng.choice((0, INSIDE, rng.randint(1, 3000))), how)
     while True:
         yield None
 
@@ -214,7 +263,44 @@ def tell_stories(folder: Path, seeds: list[int], replicas: list[int], most_kills
     return rows
 
 
+SIGNALS = {
+    "SIGTERM during a save": Kill("write", 1, match="step-000004/records.jsonl", signal=signal.SIGTERM, times=1),
+    "SIGTERM twice during a save": Kill("write", 1, match="step-000004/records.jsonl", signal=signal.SIGTERM, times=2),
+    "SIGINT twice at a step": Kill("step", 3, signal=signal.SIGINT, times=2),
+    "SIGINT during an evaluation": Kill("evaluate", 2, signal=signal.SIGINT, times=1),
+}
+
+
+def tell_signals(folder: Path) -> list[dict[str, Any]]:
+    """One row per case of ``SIGNALS``: how the run ended, what it left, and how it differs once it has been resumed."""
+    from flowdflash.runtime.checkpoints import damage, saved_checkpoints
+    from flowdflash.runtime.compare import compare_runs
+
+    os.environ["FLOWDFLASH_CACHE_DIR"] = str(folder / "cache")
+    warm_up()
+    pipeline = folder / "chaos.yaml"
+    pipeline.write_text(PIPELINE.replace("REPLICAS", "1"))
+    straight, _ = one_story(folder / "straight", pipeline, random_kills(0, 0))
+    rows = []
+    for name, kill in SIGNALS.items():
+        run, note = folder / name / "run", folder / name / "note"
+        run.parent.mkdir()
+        code = in_child(["run", str(pipeline), "--run-dir", str(run)], Trap(kill, run, note))
+        outcome = json.loads((run / "outcome.json").read_text())
+        saved = saved_checkpoints(run)
+        newest = json.loads((saved[-1].folder / "checkpoint.json").read_text())["reason"] if saved else ""
+        row = {"case": name, "exit": code, "status": outcome["status"], "aborted": outcome["aborted"], "newest": newest}
+        row |= {"abandoned": outcome["abandoned"], "damaged": [str(s.folder) for s in saved if damage(s)]}
+        row["resumed"] = in_child(["run", "--resume", str(run)], Trap(None, run, note))
+        row["differences"] = list(compare_runs(straight, run).differences)
+        rows.append(row)
+    return rows
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "signals":
+        json.dump(tell_signals(Path(sys.argv[2])), sys.stdout)
+        sys.exit()
     where, seeds, replicas, most_kills = sys.argv[1:5]
     rows = tell_stories(Path(where), json.loads(seeds), json.loads(replicas), int(most_kills))
     json.dump(rows, sys.stdout)

@@ -13,6 +13,7 @@ import numpy as np
 
 from flowdflash.graph import Edge, Graph, Node
 from flowdflash.items import (
+    Answer,
     BatchInfo,
     BatchTable,
     Checkpoint,
@@ -163,7 +164,7 @@ class FakeGenerator(Faulty, Generator):
         self.call("generate")
         self.config.before(self.ctx.replica, batch)
         n = batch.info.samples
-        return GeneratedBatch(batch.info, ("text",) * n, (1,) * n, ("stop",) * n)
+        return GeneratedBatch(batch.info, ((Answer("text", 1),),) * n)
 
 
 class FakeDrafter(Faulty, Drafter):
@@ -316,6 +317,7 @@ class Pipeline:
     capacity_bytes: dict[str, int] = field(default_factory=dict)
     seed: int = 7
     ordering: str = "plan"
+    stall_secs: float = 0.0
     name: str = "fake"
     journal: Journal = field(default_factory=Journal)
     faults: Faults = field(default_factory=Faults)

@@ -15,14 +15,18 @@ import torch
 from cli_runs import TINY, invoke, json_lines, overrides
 
 from flowdflash.dflash import decode
+from flowdflash.dflash.acceptance import summarise
 from flowdflash.dflash.config import DraftConfig
-from flowdflash.dflash.decode import greedy, speculative_decode, summarise
-from flowdflash.dflash.export import zlab_config
+from flowdflash.dflash.decode import finish, greedy, speculative_decode
+from flowdflash.dflash.export import export_zlab, zlab_config
 from flowdflash.dflash.model import DFlashDraft
+from flowdflash.dflash.rounds import SpeculativeBatch
+from flowdflash.dflash.sampling import Sampling
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Checkpoint
+from flowdflash.journal import entries
 from flowdflash.stage import Check, OpenContext, SilentReport
-from flowdflash.stages.acceptance import AcceptanceSink, read_evaluations
+from flowdflash.stages.acceptance import AcceptanceSink
 from flowdflash.target.load import load_target
 
 SHAPE = '"hidden_size":32,"num_layers":4,"heads":4,"kv_heads":2,"head_dim":8'
@@ -73,11 +77,23 @@ def checkpoint(draft: DFlashDraft, step: int = 3, reason: Any = "every") -> Chec
     return Checkpoint(step, 0, reason, zlab_config(draft.config), dict(draft.state_dict()), {}, {})
 
 
-def opened(tmp_path: Path, cache: Path, model: str = SIX, **options: Any) -> AcceptanceSink:
+def measured(sink: AcceptanceSink, item: Checkpoint) -> Any:
+    return finish(sink.measure(item))
+
+
+def written(sink: AcceptanceSink, item: Checkpoint) -> int:
+    """How often the sink gave others their turn meanwhile."""
+    return len(list(sink.write(item)))
+
+
+def opened(
+    tmp_path: Path, cache: Path, model: str = SIX, stopping: Any = lambda: False, **options: Any
+) -> AcceptanceSink:
     config = {"num_prompts": 3, "max_new_tokens": 13, "batch_size": 2, "device": "cpu", **options}
     sink = AcceptanceSink(AcceptanceSink.Config(**config))
     facts = {"model": model, "vocab_size": json.loads(model.removeprefix("toy:"))["vocab_size"]}
-    sink.open(OpenContext("acceptance", tmp_path, cache, seed=5, facts=facts, report=SilentReport()))
+    report = SilentReport()
+    sink.open(OpenContext("acceptance", tmp_path, cache, seed=5, facts=facts, report=report, stopping=stopping))
     return sink
 
 
@@ -95,26 +111,42 @@ def opened(tmp_path: Path, cache: Path, model: str = SIX, **options: Any) -> Acc
 def test_it_measures_where_the_options_say_and_never_keeps_an_interrupted_run_waiting(
     tmp_path: Path, cache: Path, options: dict[str, Any], wanted: set[tuple[int, str]]
 ) -> None:
-    sink = opened(tmp_path, cache, **options)
+    sink = opened(tmp_path, cache, when_busy="wait", **options)
     asked = [(0, "start"), *((s, "every") for s in range(1, 12)), (12, "final"), (5, "interrupted"), (0, "interrupted")]
     assert {(step, reason) for step, reason in asked if sink.wants(step, reason)} == wanted
 
 
 def test_the_figures_are_those_of_the_decode_loop_and_every_prompt_is_lossless(tmp_path: Path, cache: Path) -> None:
     sink, draft = opened(tmp_path, cache, draft_dtype="float32"), draft_of(6)
-    sink.write(checkpoint(draft))
+    assert written(sink, checkpoint(draft)) > record_passes(sink) / 2, "the turn is given up after each pass"
     (record,) = json_lines(tmp_path / "evaluations.jsonl")
     target = load_target(SIX, cache, dtype="float32", device="cpu").model
     results = speculative_decode(target, draft, sink.prompts, max_new_tokens=13)
     wanted = summarise(results, 4)
     assert [r.tokens for r in results] == greedy(target, sink.prompts, max_new_tokens=13)
     assert (record["stage"], record["step"], record["prompts"], record["identical"]) == ("acceptance", 3, 3, 3)
-    assert record["tau"] == pytest.approx(wanted.tau_request_mean) and record["tau"] > 1
+    assert record["tau_gen"] == pytest.approx(wanted.tau_request_mean) and record["tau_gen"] > 1
+    assert record["block_size"] == 4 and record["alone"] is None and record["temperature"] == 0
+    assert (record["answers"], record["eal"], record["eal_walk"]) == (0, None, None)
+    assert record["speedup"] == pytest.approx(record["plain_secs"] / record["secs"])
     assert record["tau_pooled"] == pytest.approx(wanted.tau_pooled)
     assert (record["passes"], tuple(record["histogram"])) == (wanted.passes, wanted.histogram)
     assert (record["new_tokens"], record["fewest_new_tokens"]) == (39, 13)
     assert sum(n * count for n, count in enumerate(record["histogram"], 1)) == 39 - 3
     assert sink.summary()["evaluations"] == [{k: v for k, v in record.items() if k != "stage"}]
+
+
+def force(monkeypatch: pytest.MonkeyPatch, known: torch.Tensor) -> None:
+    """A draft that proposes the tokens of these texts, one per prompt."""
+
+    def propose(self: Any, sizes: Any, width: int, reach: int, at: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(known[self.rows].gather(1, at[:, 1:]), 6)
+
+    monkeypatch.setattr(SpeculativeBatch, "_propose", propose)
+
+
+def record_passes(sink: AcceptanceSink) -> int:
+    return sink.results[-1].passes
 
 
 def test_a_draft_that_is_always_right_fills_every_block(
@@ -124,9 +156,9 @@ def test_a_draft_that_is_always_right_fills_every_block(
     target = load_target(SIX, cache, dtype="float32", device="cpu").model
     answers = greedy(target, sink.prompts, max_new_tokens=20)
     known = torch.tensor([[*prompt, *answer] for prompt, answer in zip(sink.prompts, answers, strict=True)])
-    monkeypatch.setattr(decode._Batch, "_draft", lambda self, sizes, width, reach, at: known[self.rows].gather(1, at))
-    result = sink.measure(checkpoint(draft_of(6)))
-    assert result.tau == result.tau_pooled == 4.0
+    force(monkeypatch, known)
+    result = measured(sink, checkpoint(draft_of(6)))
+    assert result.tau_gen == result.tau_pooled == 4.0
     assert (result.identical, result.passes, result.histogram) == (3, 9, (0, 0, 0, 9))
 
 
@@ -135,44 +167,38 @@ def test_a_draft_that_is_wrong_costs_passes_and_no_token(tmp_path: Path, cache: 
     target = load_target(SIX, cache, dtype="float32", device="cpu").model
     answers = greedy(target, sink.prompts, max_new_tokens=20)
     known = torch.tensor([[*prompt, *answer] for prompt, answer in zip(sink.prompts, answers, strict=True)])
-
-    def wrong(self: Any, sizes: Any, width: int, reach: int, at: torch.Tensor) -> torch.Tensor:
-        block = known[self.rows].gather(1, at)
-        block[:, 1:] = (block[:, 1:] + 1) % 6
-        return block
-
-    monkeypatch.setattr(decode._Batch, "_draft", wrong)
-    result = sink.measure(checkpoint(draft_of(6)))
-    assert (result.tau, result.identical, result.passes) == (1.0, 3, 36)
+    force(monkeypatch, (known + 1) % 6)
+    result = measured(sink, checkpoint(draft_of(6)))
+    assert (result.tau_gen, result.identical, result.passes) == (1.0, 3, 36)
 
 
 def test_a_target_that_disagrees_with_itself_is_counted_as_not_identical(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = opened(tmp_path, cache)
-    real = decode.greedy
+    real = decode.plain_rounds
 
-    def other(*arguments: Any, **options: Any) -> list[tuple[int, ...]]:
-        first, *rest = real(*arguments, **options)
+    def other(*arguments: Any, **options: Any) -> Any:
+        first, *rest = yield from real(*arguments, **options)
         return [(first[0] ^ 1, *first[1:]), *rest]
 
-    monkeypatch.setattr(decode, "greedy", other)
-    assert sink.measure(checkpoint(draft_of(6))).identical == 2
+    monkeypatch.setattr(decode, "plain_rounds", other)
+    assert measured(sink, checkpoint(draft_of(6))).identical == 2
 
 
 def test_the_draft_is_measured_as_it_is_exported(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, torch.Tensor]] = []
-    real = decode.speculative_decode
+    real = decode.speculative_rounds
 
     def spy(target: Any, draft: DFlashDraft, *arguments: Any, **options: Any) -> Any:
         seen.append({name: tensor.clone() for name, tensor in draft.state_dict().items()})
         return real(target, draft, *arguments, **options)
 
-    monkeypatch.setattr(decode, "speculative_decode", spy)
+    monkeypatch.setattr(decode, "speculative_rounds", spy)
     item = checkpoint(draft_of(6))
     for dtype in ("bfloat16", "float32"):
-        opened(tmp_path, cache, draft_dtype=dtype).measure(item)
-    rounded, whole = seen
+        measured(opened(tmp_path, cache, draft_dtype=dtype), item)
+    _, rounded, _, whole = seen  # each after the one that warms up
     for name, tensor in item.draft_tensors.items():
         assert rounded[name].dtype is torch.float32
         assert torch.equal(rounded[name], tensor.to(torch.bfloat16).float()) and torch.equal(whole[name], tensor)
@@ -182,8 +208,8 @@ def test_the_draft_is_measured_as_it_is_exported(tmp_path: Path, cache: Path, mo
 def test_a_measurement_changes_neither_the_checkpoint_nor_the_next_one(tmp_path: Path, cache: Path) -> None:
     sink, item = opened(tmp_path, cache), checkpoint(draft_of(6))
     before = {name: tensor.clone() for name, tensor in item.draft_tensors.items()}
-    first, _, again = (sink.measure(i) for i in (item, checkpoint(draft_of(6, seed=9)), item))
-    assert (first.tau, first.histogram) == (again.tau, again.histogram)
+    first, _, again = (measured(sink, i) for i in (item, checkpoint(draft_of(6, seed=9)), item))
+    assert (first.tau_gen, first.histogram) == (again.tau_gen, again.histogram)
     assert all(torch.equal(item.draft_tensors[name], tensor) for name, tensor in before.items())
 
 
@@ -203,9 +229,9 @@ def test_prompts_of_a_file_are_its_questions_as_the_chat_template_writes_them(tm
     assert [tokenizer.decode(p) for p in sink.prompts] == [
         f"<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n" for i in range(2)
     ]
-    assert sink.stop_ids == {tokenizer.eos_token_id}
-    result = sink.measure(checkpoint(draft_of(272)))
+    result = measured(sink, checkpoint(draft_of(272)))
     assert (result.prompts, result.identical) == (2, 2)
+    assert sink.meter is not None and sink.meter._options["stop_ids"] == (tokenizer.eos_token_id,)
 
 
 def test_a_file_with_too_few_prompts_is_an_error_that_names_both_numbers(tmp_path: Path, cache: Path) -> None:
@@ -215,7 +241,7 @@ def test_a_file_with_too_few_prompts_is_an_error_that_names_both_numbers(tmp_pat
 
 def test_close_lets_the_target_go_and_keeps_the_account(tmp_path: Path, cache: Path) -> None:
     sink = opened(tmp_path, cache)
-    sink.write(checkpoint(draft_of(6)))
+    written(sink, checkpoint(draft_of(6)))
     assert sink.meter is not None
     target = weakref.ref(sink.meter.target)
     sink.close()
@@ -229,19 +255,96 @@ def test_the_target_is_loaded_once_and_plain_decoding_done_once(
     from flowdflash.target import load
 
     loads, plains = [], []
-    load_target_really, greedy_really = load.load_target, decode.greedy
+    load_target_really, plain_really = load.load_target, decode.plain_rounds
     monkeypatch.setattr(load, "load_target", lambda *a, **o: loads.append(a) or load_target_really(*a, **o))
-    monkeypatch.setattr(decode, "greedy", lambda *a, **o: plains.append(a) or greedy_really(*a, **o))
+    monkeypatch.setattr(decode, "plain_rounds", lambda *a, **o: plains.append(len(a[1])) or plain_really(*a, **o))
     sink = opened(tmp_path, cache)
     assert not loads, "opening a pipeline should not load a model that may never be needed"
     for step in (1, 2):
-        sink.write(checkpoint(draft_of(6), step))
-    assert (len(loads), len(plains)) == (1, 1)
-    assert [e["step"] for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [1, 2]
+        written(sink, checkpoint(draft_of(6), step))
+    assert (len(loads), plains) == (1, [1, 3]), "one prompt to warm up, then all"
+    assert [e["step"] for e in entries(tmp_path / "evaluations.jsonl")] == [1, 2]
 
 
-def test_a_run_without_evaluations_has_none_to_read(tmp_path: Path) -> None:
-    assert read_evaluations(tmp_path / "evaluations.jsonl") == []
+def test_alone_and_in_a_batch_give_one_tau(tmp_path: Path, cache: Path) -> None:
+    result = measured(opened(tmp_path, cache, alone=True, batch_size=3), checkpoint(draft_of(6)))
+    assert result.alone is not None and (result.batch_size, result.alone.batch_size) == (3, 1)
+    assert result.alone.tau_gen == result.tau_gen > 1
+    assert result.alone.identical == result.identical == 3
+    assert json.loads(json.dumps(result.as_dict()))["alone"]["tau_gen"] == result.tau_gen
+    assert measured(opened(tmp_path, cache, alone=True, batch_size=1), checkpoint(draft_of(6))).alone is None
+
+
+def test_sampling_is_obeyed_and_compared_with_no_greedy_text(tmp_path: Path, cache: Path) -> None:
+    sink = opened(tmp_path, cache, temperature=1.0, top_k=4, draft_dtype="float32")
+    result = measured(sink, checkpoint(draft_of(6)))
+    assert sink.meter is not None
+    sampling = Sampling(1.0, top_k=4, seed=5)
+    wanted = speculative_decode(sink.meter.target, draft_of(6), sink.prompts, max_new_tokens=13, sampling=sampling)
+    assert result.tau_gen == summarise(wanted, 4).tau_request_mean
+    assert (result.identical, result.temperature, result.top_k) == (None, 1.0, 4)
+
+
+def test_i7_blocks_longer_than_the_draft_was_trained_with_are_warned_of(tmp_path: Path, cache: Path) -> None:
+    for block_size, warned in ((2, False), (4, False), (6, True)):
+        sink = opened(tmp_path, cache, block_size=block_size)
+        result = measured(sink, checkpoint(draft_of(6)))
+        assert (result.block_size, len(result.histogram)) == (block_size, block_size)
+        assert any("trained with blocks of 4" in line for line in sink.ctx.report.lines) == warned  # type: ignore[attr-defined]
+
+
+def test_answers_of_the_file_are_looked_at_and_prompts_without_one_are_not(tmp_path: Path, cache: Path) -> None:
+    path = rows(tmp_path / "p.jsonl", 2)
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt": "question without an answer"}) + "\n")
+    sink = opened(tmp_path, cache, BYTES, prompts=path, max_new_tokens=3)
+    result = measured(sink, checkpoint(draft_of(272)))
+    assert (result.prompts, result.answers) == (3, 2)
+    # "no" and the end of the turn: two blocks that are cut by the end of the answer, none of full size.
+    assert result.eal_walk >= 1 and result.eal != result.eal
+    assert [a and (bytes(a[0][a[1] : -1]), a[0][a[1] :]) for a in sink.answers] == [
+        (b"no", [*b"no", sink.tokenizer.eos_token_id])
+    ] * 2 + [None]
+
+
+def test_a_text_file_is_a_prompt_per_line(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "p.txt").write_text("first\n\n  \n{second}\n")
+    sink = opened(tmp_path, cache, BYTES, prompts=tmp_path / "p.txt", num_prompts=0)
+    assert [sink.tokenizer.decode(p).split("\n")[1] for p in sink.prompts] == ["first<|im_end|>", "{second}<|im_end|>"]
+
+
+def test_a_measurement_that_falls_due_while_one_is_going_on_is_left_out_and_told(tmp_path: Path, cache: Path) -> None:
+    sink = opened(tmp_path, cache, every_steps=2)
+    assert sink.wants(2, "every") and sink.wants(2, "every"), "the drafter asks twice about each step"
+    assert not sink.wants(4, "every")
+    written(sink, checkpoint(draft_of(6), 2))
+    assert not sink.wants(4, "every"), "what was said once stays"
+    assert sink.wants(6, "every") and not sink.wants(8, "every") and sink.wants(10, "final")
+    assert sink.summary()["steps_left_out"] == [4, 8]
+    assert "acceptance: step 4 is not measured: that of step 2 is going on" in sink.ctx.report.lines  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("when_busy", "made"), [("skip", []), ("wait", [3])])
+def test_a_run_that_is_to_stop_waits_for_a_measurement_only_if_told_to(
+    tmp_path: Path, cache: Path, when_busy: str, made: list[int]
+) -> None:
+    asked = iter([False, False])
+    sink = opened(tmp_path, cache, stopping=lambda: next(asked, True), when_busy=when_busy)
+    pieces = written(sink, checkpoint(draft_of(6)))
+    assert (pieces == 2) == (when_busy == "skip")
+    assert [e["step"] for e in sink.summary()["evaluations"]] == made
+    assert sink.summary()["steps_left_out"] == ([3] if when_busy == "skip" else [])
+    assert (tmp_path / "evaluations.jsonl").exists() == bool(made)
+
+
+def test_on_several_gpus_the_evaluator_leaves_the_first_to_the_drafter(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flowdflash.target import load
+
+    for count, device in ((0, "cpu"), (1, "cuda:0"), (4, "cuda:3")):
+        monkeypatch.setattr(load, "gpu_count", lambda count=count: count)
+        assert str(opened(tmp_path, cache, device="auto").device) == device
 
 
 @pytest.mark.parametrize(
@@ -250,6 +353,8 @@ def test_a_run_without_evaluations_has_none_to_read(tmp_path: Path) -> None:
         ({"prompts": "/nowhere/prompts.jsonl"}, {"model": SIX}, "prompts"),
         ({}, {}, "model"),
         ({"at_start": False, "at_end": False}, {"model": SIX}, ""),
+        ({"num_prompts": 0}, {"model": SIX}, "num_prompts"),
+        ({"top_p": 0.9}, {"model": SIX}, "top_p"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_run(
@@ -280,42 +385,50 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k not in ("secs", "plain_secs", "stage", "checkpoint")}
+    return {k: v for k, v in record.items() if k not in ("secs", "plain_secs", "speedup", "stage", "checkpoint")}
 
 
 def test_eval_on_a_run_and_on_its_checkpoint_gives_what_the_run_found(finished: Path, cache: Path) -> None:
     wanted = json_lines(finished / "evaluations.jsonl")[-1]
-    assert wanted["tau"] > 1 and wanted["identical"] == wanted["prompts"] == 4
+    assert wanted["tau_gen"] > 1 and wanted["identical"] == wanted["prompts"] == 4
     newest = finished / "checkpoints" / (finished / "checkpoints" / "latest").read_text().strip()
     for path in (finished, newest):
         result = invoke("eval", path, "--format", "json", cache=cache)
         assert result.exit_code == 0, result.stderr
         found = json.loads(result.stdout)
-        assert found["checkpoint"] == str(newest.resolve())
+        assert found["checkpoint"] == str(newest.resolve() / "draft")
         assert comparable(found) == comparable(wanted)
     assert len(json_lines(finished / "evaluations.jsonl")) == 2, "eval leaves the run as it was"
 
 
 def test_eval_says_it_in_words_and_obeys_its_options(finished: Path, cache: Path) -> None:
     result = invoke("eval", finished, "--num-prompts", 2, "--max-new-tokens", 5, cache=cache)
-    first, second, third = result.stdout.splitlines()
+    first, second, third, fourth = result.stdout.splitlines()
     assert result.exit_code == 0 and first.startswith("checkpoint: ") and "step-" in first
     assert "acceptance length τ = " in second and "on 2 prompts, 10 tokens" in second
     assert "2 of 2 identical to plain greedy decoding" in second and "accepted per slot" in third
+    assert fourth.startswith("  batches of 32: τ ") and "speedup" in fourth
+    options = ("--alone", "--temperature", 0.5, "--top-p", 0.9, "--batch-size", 2, "--block-size", 2)
+    result = invoke("eval", finished, "--num-prompts", 2, "--max-new-tokens", 5, *options, cache=cache)
+    assert "sampled at temperature 0.5, top_p 0.9, top_k 0" in result.stdout
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[-2:]] == ["  batches of 2", "  batches of 1"]
 
 
 def test_eval_of_an_older_checkpoint_measures_that_one(finished: Path, cache: Path) -> None:
     older = sorted(p for p in (finished / "checkpoints").glob("step-*"))[0]
     found = json.loads(invoke("eval", older, "--format", "json", cache=cache).stdout)
-    assert found["checkpoint"] == str(older.resolve()) and f"step-{found['step']:06d}" == older.name
+    assert found["checkpoint"] == str(older.resolve() / "draft") and f"step-{found['step']:06d}" == older.name
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda run: shutil.rmtree(run / "checkpoints"), "neither a checkpoint nor a run with one"),
-        (lambda run: (run / "checkpoints" / "latest").write_text("step-999999\n"), "names 'step-999999'"),
-        (lambda run: (run / "run.json").unlink(), "run.json cannot be read"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "nor a checkpoint nor a run with one"),
+        (
+            lambda run: (run / "checkpoints" / "latest").write_text("step-999999\n"),
+            "nor a checkpoint nor a run with one",
+        ),
+        (lambda run: (run / "run.json").unlink(), "no pipeline says on which prompts"),
         (lambda run: (run / "run.json").write_text("{}"), "run.json has no pipeline_folder"),
         (lambda run: (run / "pipeline.yaml").unlink(), "pipeline.yaml cannot be read"),
         (lambda run: next(run.glob("checkpoints/*/checkpoint.json")).write_text("{"), "checkpoint.json has no step"),
@@ -336,10 +449,31 @@ def test_eval_of_a_damaged_run_says_what_is_wrong_in_a_line(
     assert line.startswith("error: ") and told in line
 
 
-def test_eval_of_a_pipeline_without_an_evaluator_says_so(finished: Path, cache: Path, tmp_path: Path) -> None:
+def test_eval_of_a_pipeline_without_an_evaluator_wants_prompts_and_is_content_with_them(
+    cache: Path, tmp_path: Path
+) -> None:
+    """An export of its own, and a checkpoint whose pipeline has no evaluator: all there is to know is in the draft."""
+    draft = draft_of(272)
+    export_zlab(tmp_path / "export", draft.config, draft.state_dict(), provenance={"target": BYTES, "step": 7})
+    result = invoke("eval", tmp_path / "export", cache=cache)
+    assert result.exit_code == 1 and "no pipeline says on which prompts" in result.stderr
+    prompts = rows(tmp_path / "p.jsonl", 3)
+    options = ("--prompts", prompts, "--max-new-tokens", 4, "--format", "json")
+    found = json.loads(invoke("eval", tmp_path / "export", *options, cache=cache).stdout)
+    assert (found["step"], found["prompts"], found["identical"], found["answers"]) == (7, 3, 3, 3)
+    other = BYTES.replace('"num_layers":4', '"num_layers":5')
+    result = invoke("eval", tmp_path / "export", *options, "--target", other, cache=cache)
+    assert result.exit_code == 1 and "this target has 5" in result.stderr
+    result = invoke("eval", tmp_path / "export", "--prompts", prompts, "--top-k", 3, cache=cache)
+    assert result.exit_code == 1 and "greedy decoding does not sample" in result.stderr
+
+
+def test_eval_takes_the_target_of_a_pipeline_without_an_evaluator(finished: Path, cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(finished, run)
     text = (run / "pipeline.yaml").read_text()
     (run / "pipeline.yaml").write_text(text[: text.index("  acceptance:")])
-    result = invoke("eval", run, cache=cache)
-    assert result.exit_code == 1 and "has no sink of type acceptance" in result.stderr
+    assert "no pipeline says" in invoke("eval", run, cache=cache).stderr
+    result = invoke("eval", run, "--prompts", rows(tmp_path / "p.jsonl", 1), cache=cache)
+    # Its target has six tokens and no tokenizer; that it is looked for shows that the target is known.
+    assert result.exit_code == 1 and "has no tokenizer" in result.stderr

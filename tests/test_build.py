@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowdflash.dflash.loss import Head
+from flowdflash.dflash.head import Head
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.errors import ModelInvalid
 from flowdflash.stage import SilentReport, Vocabulary
@@ -48,7 +48,7 @@ def test_a_draft_that_starts_from_the_target_has_the_layers_after_the_deepest_ta
     tmp_path: Path, layers: int, copied: list[int]
 ) -> None:
     draft = make(tmp_path, layers)
-    start_from_target(draft, TOY, tmp_path)
+    start_from_target(draft, TOY, {}, tmp_path)
     states = load_decoder_layers(TOY, tmp_path, copied)
     for mine, theirs in zip(draft.layers, copied, strict=True):
         assert torch.equal(mine.self_attn.k_proj.weight, states[theirs]["self_attn.k_proj.weight"])

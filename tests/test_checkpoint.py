@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flowdflash_checkpoint
@@ -351,3 +353,131 @@ def test_the_files_lie_where_servers_look_for_them(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step-000300"
     assert sorted(p.name for p in (folder / "draft").iterdir()) == ["config.json", "model.safetensors"]
     assert {p.name for p in folder.iterdir()} >= {"checkpoint.json", "draft", "state.pt"}
+
+
+def measured(run_dir: Path, **taus: float | None) -> None:
+    """What an evaluator named ``acceptance`` writes, by step; and one of another name that thinks otherwise."""
+    lines = [{"stage": "acceptance", "step": int(step[1:]), "tau_gen": tau} for step, tau in taus.items()]
+    lines += [{"stage": "other", "step": line["step"], "tau_gen": 9.0 - (line["tau_gen"] or 0.0)} for line in lines]
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sink = opened(run, keep=1, keep_best=1, best_by="acceptance", every_steps=1)
+    taus = {"s1": 1.1, "s2": 1.9, "s3": 1.3, "s4": 1.9, "s5": 1.2}
+    for step in range(1, 6):
+        sink.write(snapshot(step))
+        measured(run, **dict(list(taus.items())[:step]))
+    sink.close()
+    assert names(run) == ["latest", "step-000004", "step-000005"], "of equals the newer"
+    assert latest(run).name == "step-000005"
+
+
+def test_what_is_still_to_be_measured_stays_until_it_has_been(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sink = opened(run, keep=1, keep_best=1)
+    for step in (1, 2, 3):
+        sink.write(snapshot(step))
+    assert len(names(run)) == 4, "nothing is known yet"
+    (run / "evaluations.jsonl").write_text('{"stage": "a", "step": 1, "tau_gen": 1.5}\n{"stage": "a", "step": 2, "ta')
+    sink.close()
+    assert names(run) == ["latest", *(f"step-00000{k}" for k in (1, 2, 3))]
+    measured(run, s1=1.5, s2=None, s3=1.1)
+    sink = opened(run, keep=1, keep_best=1, best_by="acceptance")
+    sink.write(snapshot(4))
+    assert names(run) == ["latest", "step-000001", "step-000004"]
+
+
+def test_the_only_good_one_is_never_deleted_whatever_was_measured(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    measured(run, s1=9.0, s2=1.0)
+    sink = opened(run, keep=1, keep_best=1, best_by="acceptance")
+    sink.write(snapshot(2))
+    sink.close()
+    assert names(run) == ["latest", "step-000002"]
+
+
+def graph_with(**options: Any) -> Any:
+    evaluator = type("Evaluator", (CheckpointSink,), {"saves": False})
+    edge = SimpleNamespace(source="drafter")
+
+    def node(name: str, cls: Any, **config: Any) -> Any:
+        return SimpleNamespace(name=name, cls=cls, config=SimpleNamespace(**config), inputs=[edge])
+
+    evaluators = [node(name, evaluator, every_steps=every) for name, every in options.pop("evaluators").items()]
+    save = node("save", CheckpointSink, **{"keep_best": 1, "best_by": "", "every_steps": 10, **options})
+    return SimpleNamespace(of_kind=lambda kind: [save, *evaluators])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"evaluators": {"acceptance": 20}}, ""),
+        ({"evaluators": {"a": 20, "b": 0}, "best_by": "a"}, ""),
+        ({"evaluators": {}}, "the drafter has 0 evaluators"),
+        ({"evaluators": {"a": 20, "b": 20}}, "the drafter has 2 evaluators"),
+        ({"evaluators": {"a": 20}, "best_by": "b"}, "is named 'b'"),
+        ({"evaluators": {"a": 0}}, "no checkpoint that is saved here"),
+        ({"evaluators": {"a": 15}}, "no checkpoint that is saved here"),
+        ({"evaluators": {"a": 20}, "every_steps": 0}, "no checkpoint that is saved here"),
+        ({"evaluators": {"a": 20}, "keep_best": 0, "best_by": "a"}, "nothing is kept by it"),
+    ],
+)
+def test_keeping_the_best_needs_somebody_who_measures_what_is_saved(options: dict[str, Any], text: str) -> None:
+    problems = flowdflash_checkpoint.flowdflash_check(graph_with(**options))
+    assert [text in p.message and p.path.startswith("stages.save.") and bool(p.hint) for p in problems] == [
+        True for _ in ([text] if text else [])
+    ]
+
+
+def test_a_checkpoint_that_falls_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "run", every_steps=1, when_busy="skip")
+    assert [sink.wants(1, "every"), sink.wants(1, "every")] == [True, True], "asked before the copy and after it"
+    assert [sink.wants(2, "every"), sink.wants(2, "every"), sink.wants(3, "every")] == [False] * 3
+    assert sink.wants(3, "interrupted") and sink.wants(3, "final"), "the last one is never skipped"
+    sink.write(snapshot(1))
+    assert sink.wants(4, "every")
+    assert sink.summary()["skipped_while_busy"] == 2
+    assert [line.split(":")[1] for line in sink.report.lines] == [
+        f" checkpoint of step {step} skipped" for step in (2, 3)
+    ]
+
+
+def test_by_default_a_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "run", every_steps=1)
+    assert all(sink.wants(step, "every") for step in (1, 2, 3)) and sink.report.lines == []
+
+
+def test_a_folder_that_has_become_a_file_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sink = opened(run, every_steps=1, when_busy="skip")
+    sink.write(snapshot(1))
+    (run / "checkpoints").rename(run / "moved")
+    (run / "checkpoints").write_text("")
+    assert sink.wants(2, "every")
+    with pytest.raises(OSError, match="checkpoints"):
+        sink.write(snapshot(2))
+    assert sink.summary()["writes_failed"] == 1 and sink.wants(3, "every"), "it is not busy any more"
+    (run / "checkpoints").unlink()
+    (run / "moved").rename(run / "checkpoints")
+    sink.write(snapshot(3))
+    assert latest(run).name == "step-000003"
+
+
+@pytest.mark.parametrize("most_bytes", [3000, 8000], ids=["the export does not fit", "the state does not fit"])
+def test_a_disk_that_is_really_full_is_an_error_of_the_disk(tmp_path: Path, most_bytes: int) -> None:
+    run = tmp_path / "run"
+    sink = opened(run)
+    sink.write(snapshot(1))
+    sizes = {path.name: path.stat().st_size for path in latest(run).rglob("*")}
+    assert sizes["config.json"] < 3000 < sizes["model.safetensors"] < 8000 < sizes["state.pt"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        with pytest.raises(OSError):
+            sink.write(snapshot(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(run) == ["latest", "step-000001"] and latest(run).name == "step-000001"

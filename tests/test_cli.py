@@ -271,7 +271,7 @@ def test_plugins_are_listed_and_shown() -> None:
     line = next(line for line in listed.stdout.splitlines() if line.startswith("checkpoint "))
     assert re.fullmatch(r"checkpoint \S+ \(distribution flowdflash, \d+ ms\): sink checkpoint", line)
     shown = invoke("plugins", "show", "checkpoint").stdout
-    assert "hooks: flowdflash_register" in shown and "    keep (default 3): " in shown
+    assert "hooks: flowdflash_check, flowdflash_register" in shown and "    keep (default 3): " in shown
 
 
 def test_a_broken_plugin_warns_and_stops_only_who_needs_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flowdflash.runtime.meter import StageSnapshot
 from flowdflash.runtime.outcome import RunOutcome
 from flowdflash.runtime.plan_tables import EpochPlan, Plan
 from flowdflash.testing import make_records
-from flowdflash.training.acceptance import Acceptance
+from flowdflash.training.acceptance import Acceptance, Speed
 
 
 class Clock:
@@ -149,7 +149,6 @@ def epoch(number: int) -> EpochPlan:
         padded_tokens=np.array([480, 512, 480, 480, 512]),
         max_length=np.array([120, 256, 118, 119, 250]),
         mean_length=np.array([100.0, 250.0, 100.0, 95.0, 230.0]),
-        cost=np.ones(5),
         dropped={"no full batch at the end of the epoch": 3},
     )
 
@@ -172,9 +171,32 @@ def test_a_plan_without_buckets_says_all() -> None:
     assert "\nall " in text
 
 
-def acceptance(step: int, tau: float = 1.5) -> Acceptance:
-    nan = float("nan")
-    return Acceptance(step, tau, 1.4, 4, 4, 64, 16, 40, (30, 5, 5, 0), (0.25, 0.5, nan), 1.0, 2.0)
+def acceptance(step: int, tau: float = 1.5, **changes: Any) -> Acceptance:
+    given: dict[str, Any] = {
+        "step": step,
+        "block_size": 4,
+        "tau_gen": tau,
+        "tau_pooled": 1.4,
+        "eal": 1.625,
+        "eal_walk": float("nan"),
+        "answers": 3,
+        "prompts": 4,
+        "batch_size": 32,
+        "identical": 4,
+        "new_tokens": 64,
+        "fewest_new_tokens": 16,
+        "passes": 40,
+        "histogram": (30, 5, 5, 0),
+        "acceptance_per_slot": (0.25, 0.5, float("nan")),
+        "secs": 2.0,
+        "plain_secs": 1.0,
+        "speedup": 0.5,
+        "alone": Speed(1, 1.5, 4, 1.0, 1.25, 1.25),
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+    }
+    return Acceptance(**{**given, **changes})
 
 
 def outcome(**changes: Any) -> RunOutcome:
@@ -196,7 +218,10 @@ def outcome(**changes: Any) -> RunOutcome:
         "bottleneck": "drafter",
         "summaries": {
             "save": {"checkpoints_written": 2, "newest": "step-000006", "nothing": [], "write_secs": 0.25},
-            "acceptance": {"evaluations": [acceptance(0).as_dict(), acceptance(6, 1.75).as_dict()]},
+            "acceptance": {
+                "evaluations": [acceptance(0).as_dict(), acceptance(6, 1.75).as_dict()],
+                "steps_left_out": [3, 5],
+            },
         },
     }
     return RunOutcome(**{**given, **changes})
@@ -212,10 +237,14 @@ def test_the_account_names_buckets_bottleneck_checkpoints_and_acceptance() -> No
     row = next(line for line in lines if line.startswith("target ×2"))
     assert row.split() == ["target", "×2", "10", "1.0", "0.5", "2.0", "25", "%"]
     assert "save: checkpoints_written 2, newest step-000006, write_secs 0.25" in lines
-    taus = [line for line in lines if "τ" in line]
+    taus = [line for line in lines if "τ =" in line]
     assert [line.split(":")[1] for line in taus] == [" step 0", " step 6"]
     assert "τ = 1.750 (pooled 1.400) on 4 prompts, 64 tokens in 40 passes; 4 of 4 identical" in taus[1]
     assert "  passes that committed 1, 2, ... tokens: 30 5 5 0; accepted per slot: 0.25 0.50 –" in lines
+    assert "  teacher forced on 3 answers: eal 1.625, where decoding puts its blocks –" in lines
+    assert "  batches of 32: τ 1.750, 2.0 s; without the draft 1.0 s: speedup 0.50" in lines
+    assert "  batches of 1: τ 1.500, 1.0 s; without the draft 1.2 s: speedup 1.25" in lines
+    assert "acceptance: steps that were not measured: 3, 5" in lines
     assert lines[-1] == "run folder: /runs/first"
 
 
@@ -233,9 +262,11 @@ def test_threads_left_behind_are_named() -> None:
 
 def test_figures_that_cannot_be_had_are_dashes_and_no_nan_reaches_json() -> None:
     nan = float("nan")
-    nothing = Acceptance(0, nan, nan, 2, 2, 2, 1, 0, (0, 0), (nan,), 0.1, 0.1).as_dict()
-    assert (nothing["tau"], nothing["tau_pooled"], nothing["acceptance_per_slot"]) == (None, None, [None])
-    assert "τ = – (pooled –) on 2 prompts" in evaluation_lines("acceptance", nothing)[0]
+    nothing = acceptance(0, nan, tau_pooled=nan, acceptance_per_slot=(nan,), alone=Speed(1, nan, 4, 1.0, 1.0, 1.0))
+    plain = nothing.as_dict()
+    assert (plain["tau_gen"], plain["tau_pooled"], plain["acceptance_per_slot"]) == (None, None, [None])
+    assert plain["alone"]["tau_gen"] is None
+    assert "τ = – (pooled –) on 4 prompts" in evaluation_lines("acceptance", plain)[0]
 
 
 def test_a_step_is_told_in_a_line_and_a_skipped_one_by_its_reason() -> None:

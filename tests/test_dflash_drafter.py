@@ -11,76 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafter_fakes import LAYERS, MASK, TOY, batch, opened, records
 from pydantic import ValidationError
 
 from flowdflash.errors import ModelInvalid
-from flowdflash.items import BatchInfo, Checkpoint, FeatureBatch, HeadProbe, StepRecord, TokenBatch
-from flowdflash.stage import Check, OpenContext, PlanSummary, Vocabulary
+from flowdflash.items import Checkpoint, FeatureBatch, HeadProbe, TokenBatch
+from flowdflash.stage import Check, Vocabulary
 from flowdflash.stages.dflash_drafter import DFlashDrafter
-
-TOY = 'toy:{"hidden_size":32,"num_layers":6,"heads":4,"kv_heads":2,"head_dim":8,"vocab_size":64}'
-LAYERS = (1, 3)
-MASK = 63
-
-
-def batch(
-    seq: int, lengths: tuple[int, ...] = (12, 9), *, supervised: int = 6, bucket: int = 0, last: bool = False
-) -> FeatureBatch:
-    """Random tokens whose last ``supervised`` ones carry a loss, with random features."""
-    rng = np.random.default_rng(seq)
-    b, S = len(lengths), max(lengths)
-    ids, mask = np.zeros((b, S), np.int64), np.zeros((b, S), np.bool_)
-    for row, n in enumerate(lengths):
-        ids[row, :n] = rng.integers(1, 60, n)
-        mask[row, n - supervised : n] = supervised > 0
-    info = BatchInfo(
-        seq=seq,
-        epoch=0,
-        index=seq,
-        bucket=bucket,
-        sample_ids=tuple(range(seq * 10, seq * 10 + b)),
-        lengths=lengths,
-        supervised=(supervised,) * b,
-        tokens=sum(lengths),
-        padded_tokens=b * S,
-        cost=1.0,
-        last_of_epoch=last,
-    )
-    features = torch.from_numpy(rng.standard_normal((b, S, len(LAYERS) * 32)).astype(np.float32))
-    return FeatureBatch(TokenBatch(info, ids, mask, np.array(lengths)), features, LAYERS)
-
-
-FACTS = {"model": TOY, "layers": LAYERS, "num_features": 2}
-
-
-def opened(
-    tmp_path: Path,
-    *,
-    due: Any = lambda step, reason: False,
-    steps: int = 8,
-    vocabulary: Any = None,
-    facts: Any = FACTS,
-    **options: Any,
-) -> DFlashDrafter:
-    """A small drafter on the CPU, in fp32."""
-    config = {
-        "block_size": 4,
-        "num_hidden_layers": 1,
-        "num_anchors": 4,
-        "precision": "float32",
-        "device": "cpu",
-        **options,
-    }
-    drafter = DFlashDrafter(DFlashDrafter.Config(**config))
-    plan = PlanSummary(1, steps, steps, vocabulary=vocabulary)
-    # One cache for all tests of a process: the toy target is built once.
-    cache = tmp_path.parent / "cache"
-    drafter.open(OpenContext("drafter", tmp_path, cache, seed=3, facts=facts, checkpoint_due=due, plan=plan))
-    return drafter
-
-
-def records(items: Any) -> list[StepRecord]:
-    return [item for item in items if isinstance(item, StepRecord)]
 
 
 def test_a_window_gives_one_record_with_the_facts_of_its_batches(tmp_path: Path) -> None:
@@ -102,7 +39,7 @@ def test_the_last_window_of_an_epoch_is_closed_though_it_is_not_full(tmp_path: P
     assert [r[0].batches for r in closed if r] == [4, 3]
 
 
-def test_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
+def test_n4_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
     """Normalised over the window's terms, never a mean of means (N4): very unequal rows, every candidate an anchor."""
     short, long = batch(0, (12, 12), supervised=3), batch(1, (12, 12), supervised=11)
     join = np.concatenate
@@ -129,7 +66,7 @@ def test_two_micro_batches_step_like_one_batch_of_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip_step"])
-def test_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path, policy: str) -> None:
+def test_n1_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path, policy: str) -> None:
     drafter = opened(tmp_path, on_nonfinite=policy, max_skipped=2)
     before = {k: v.clone() for k, v in drafter.trainer.draft.state_dict().items()}
     bad = batch(0)
@@ -183,7 +120,7 @@ def test_an_interrupted_run_drops_the_open_window_and_a_finished_one_closes_it(t
         assert (checkpoint.step, checkpoint.ledger["prefix"], checkpoint.reason) == (steps, consumed, reason)
 
 
-def test_a_drafter_that_was_resumed_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+def test_n10_a_drafter_that_was_resumed_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     """Weights, moments, step of the schedule and ledger; also the counters (N10)."""
     due = {"due": lambda step, reason: reason == "interrupted"}
     straight, first, second = opened(tmp_path), opened(tmp_path, **due), opened(tmp_path)
@@ -246,7 +183,7 @@ def test_56_no_graph_lives_on_after_a_micro_batch(tmp_path: Path) -> None:
 def test_w1_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
     drafter = opened(tmp_path)
     hidden = torch.randn(3, 32)
-    right = HeadProbe(hidden, hidden @ drafter.trainer.full_head.T)
+    right = HeadProbe(hidden, hidden @ drafter.trainer.full_head.weight.T)
     wrong = HeadProbe(hidden, hidden @ torch.randn(64, 32).T)
     good, bad = batch(0), batch(1)
     list(drafter.step(replace(good, probe=right)))
@@ -256,10 +193,10 @@ def test_w1_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
 
 def test_w2_nothing_of_the_target_is_trained(tmp_path: Path) -> None:
     drafter = opened(tmp_path)
-    embed, head = drafter.trainer.embed.clone(), drafter.trainer.full_head.clone()
+    embed, head = drafter.trainer.embed.clone(), drafter.trainer.full_head.weight.clone()
     for i in range(3):
         list(drafter.step(batch(i)))
-    assert torch.equal(embed, drafter.trainer.embed) and torch.equal(head, drafter.trainer.full_head)
+    assert torch.equal(embed, drafter.trainer.embed) and torch.equal(head, drafter.trainer.full_head.weight)
     trained = {id(p) for group in drafter.trainer.optimizer.param_groups for p in group["params"]}
     assert trained == {id(p) for p in drafter.trainer.draft.parameters()}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from runtime_fakes import in_thread
+from runtime_fakes import Pipeline, in_thread
 
 from flowdflash.errors import PluginBroken, StageFailed
 from flowdflash.items import BatchInfo
@@ -152,3 +155,84 @@ def test_abort_and_cancel_free_a_thread_that_waits_for_a_replica() -> None:
         it.abort(ValueError("boom")) if end == "abort" else it.cancel()
         thread.join(5)
         assert isinstance(result[0], ChannelAborted) if end == "abort" else result == [END]
+
+
+def utilisation(policy: Dispatcher, speeds: Sequence[float], costs: Sequence[float], capacity: int = 3) -> float:
+    """What replicas of such speeds get done, as a share of what they could: a run in simulated time.
+
+    A replica has one batch in work and the others that it was given waiting; the policy is asked whenever a load has
+    changed, and a full replica that it names is waited for, as in a run.
+    """
+    queues: list[list[float]] = [[] for _ in speeds]
+    dispatched = [0] * len(speeds)
+    ends: list[tuple[float, int]] = []
+    now = 0.0
+    for seq, cost in enumerate(costs):
+        chosen: int | None = None
+        while True:
+            if chosen is None:
+                loads = [
+                    ReplicaLoad(r, len(queue), sum(queue), capacity, dispatched[r]) for r, queue in enumerate(queues)
+                ]
+                chosen = policy.route(loads, info(seq, cost))
+            if chosen is not None and len(queues[chosen]) < capacity:
+                break
+            now, done = heapq.heappop(ends)
+            queues[done].pop(0)
+            if queues[done]:
+                heapq.heappush(ends, (now + queues[done][0] / speeds[done], done))
+        if not queues[chosen]:
+            heapq.heappush(ends, (now + cost / speeds[chosen], chosen))
+        queues[chosen].append(cost)
+        dispatched[chosen] += 1
+    while ends:
+        now, done = heapq.heappop(ends)
+        queues[done].pop(0)
+        if queues[done]:
+            heapq.heappush(ends, (now + queues[done][0] / speeds[done], done))
+    return sum(costs) / sum(speeds) / now
+
+
+COSTS = {
+    "equal": np.ones(2000),
+    "uneven": np.random.default_rng(0).choice([1.0, 2.0, 8.0], 2000),
+}
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("policy", [Pull, LeastOutstanding])
+def test_a_slow_replica_among_four_costs_nothing(policy: type[Dispatcher], costs: str) -> None:
+    assert utilisation(policy(policy.Config()), [1, 1, 1, 0.6], COSTS[costs].tolist()) >= 0.99
+
+
+def test_in_turn_all_replicas_are_as_slow_as_the_slowest() -> None:
+    share = utilisation(RoundRobin(RoundRobin.Config()), [1, 1, 1, 0.6], COSTS["equal"].tolist())
+    assert share == pytest.approx(4 * 0.6 / 3.6, abs=0.01)
+
+
+class OwnCounter(Dispatcher):
+    """Written as if each thread that fetches tokens had a policy of its own: then all would start with replica 0."""
+
+    type = "own_counter"
+    made = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        type(self).made += 1
+        self.next, self.inside = 0, threading.Lock()
+
+    def route(self, loads: Sequence[ReplicaLoad], batch: BatchInfo) -> int:
+        assert self.inside.acquire(blocking=False), "two threads are in the policy at once"
+        chosen, self.next = self.next, (self.next + 1) % len(loads)
+        self.inside.release()
+        return chosen
+
+
+def test_a_counter_per_fetching_thread_cannot_be_written(tmp_path: Path) -> None:
+    """A run builds one policy however many threads it has, and asks it one batch at a time, in planned order."""
+    OwnCounter.made = 0
+    options = {"source": {"lengths": [3] * 32}, "dispatch": {"workers": 4}, "target": {"replicas": 4}}
+    pipeline = Pipeline(classes={"dispatch": OwnCounter}, options=options)
+    pipeline.run(tmp_path)
+    replicas = [replica for _, replica in sorted(pipeline.journal.of("forward"))]
+    assert OwnCounter.made == 1 and replicas == [0, 1, 2, 3] * 4

@@ -81,11 +81,11 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "more than 20000 values"),
-        ("a: " + "[" * 100_000, "nested deeper than 24 levels"),
-        ("a: " + "{x: " * 50_000, "nested deeper than 24 levels"),
+        (LAUGHS, "more than 5000 values"),
+        ("a: " + "[" * 10_000, "nested deeper than 24 levels"),
+        ("a: " + "{x: " * 10_000, "nested deeper than 24 levels"),
         ("\n".join("  " * i + "k:" for i in range(400)), "nested deeper than 24 levels"),
-        ("a: [" + "1, " * 60_000 + "1]", "more than 20000 values"),
+        ("a: [" + "1, " * 60_000 + "1]", "more than 5000 values"),
         ("a: &a [*a]", "alias *a has no anchor before it"),
         ("a: 1\n--- \nb: 2", "a second document"),
         ("", "the file is empty"),
@@ -97,19 +97,19 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_hostile_text_is_refused_quickly(text: str, message: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     assert message in refusal(text).message
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 1.5
 
 
 def test_file_of_any_size_is_refused_without_being_read(tmp_path: Path) -> None:
     path = tmp_path / "big.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 33)
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(PipelineInvalid, match=f"larger than {MAX_BYTES // 1024} KiB"):
         read(path, [])
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 1.5
 
 
 @pytest.mark.parametrize(

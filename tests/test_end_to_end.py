@@ -65,5 +65,5 @@ def test_the_default_pipeline_trains_exports_and_decodes_losslessly(model: Path,
     before, after = json_lines(run / "evaluations.jsonl")
     for evaluation in (before, after):
         assert (evaluation["identical"], evaluation["prompts"]) == (2, 2)
-        assert evaluation["tau"] >= 1 and evaluation["new_tokens"] <= 32
+        assert evaluation["tau_gen"] >= 1 and evaluation["new_tokens"] <= 32
     assert after["step"] == outcome["steps"] == json.loads((newest / "checkpoint.json").read_text())["step"]

@@ -27,6 +27,7 @@ from runtime_fakes import (
 
 from flowdflash.errors import PipelineInvalid, PluginBroken, StageFailed
 from flowdflash.items import Checkpoint, FeatureBatch, GeneratedBatch, StepRecord
+from flowdflash.runtime import order_metrics
 from flowdflash.runtime.stop import StopRequest
 from flowdflash.stages.least_outstanding import LeastOutstanding
 from flowdflash.stages.round_robin import RoundRobin
@@ -175,10 +176,11 @@ def test_losses_do_not_depend_on_threads_or_timing(tmp_path: Path, replicas: int
         threading.Event().wait(secs)
 
     def pipeline(before: Any, **extra: Any) -> Pipeline:
-        sized = {"source": {"lengths": [1 + i % 5 for i in range(64)]}, "drafter": {"accumulate": 3}}
         return Pipeline(
             options={
-                **sized,
+                "source": {"lengths": [1 + i % 5 for i in range(64)]},
+                "drafter": {"accumulate": 3, "before": before},
+                "metrics": {"before": before, "reasons": ()},
                 "target": {"before": before, "replicas": extra.get("replicas", 1)},
                 "dispatch": {"workers": extra.get("workers", 1)},
             }
@@ -220,15 +222,32 @@ def test_arrival_order_takes_what_is_ready_and_records_it(tmp_path: Path) -> Non
 
     options = {"target": {"replicas": 2, "before": hold_the_first}, "drafter": {"before": step}}
     pipeline = Pipeline(ordering="arrival", options=options)
-    pipeline.run(tmp_path)
-    seqs = [r.seqs[0] for r in pipeline.written("metrics", StepRecord)]
+    outcome = pipeline.run(tmp_path)
+    records = pipeline.written("metrics", StepRecord)
+    seqs = [r.seqs[0] for r in records]
     assert sorted(seqs) == list(range(7)) and seqs[0] == 1
     assert seqs == [seq for _, seq, _ in pipeline.journal.of("step")]
+    away = [abs(seq - place) for place, seq in enumerate(seqs)]
+    assert [r.order_distance for r in records] == away and outcome.order_distance == max(away) > 0
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_record_says_how_far_its_window_is_from_the_plan(tmp_path: Path, replicas: int) -> None:
+    """In planned order no batch is away from its place; the mix of a window is compared with that of all batches."""
+    plans: list[Any] = []
+    pipeline = Pipeline(options={"target": {"replicas": replicas}, "drafter": {"accumulate": 3}})
+    outcome = pipeline.run(tmp_path, on_plan=plans.append)
+    records = pipeline.written("metrics", StepRecord)
+    buckets = plans[0].epochs[0].buckets
+    whole = order_metrics.window_kl(buckets, 3)
+    assert [r.window_kl for r in records[: len(whole)]] == pytest.approx(whole.tolist())
+    assert [r.window_distinct for r in records] == [len(r.buckets) for r in records]
+    assert {r.order_distance for r in records} == {0} and outcome.order_distance == 0
 
 
 @pytest.mark.parametrize("policy", [None, RoundRobin, LeastOutstanding])
 def test_the_first_four_batches_reach_four_targets_every_time(tmp_path: Path, policy: Any) -> None:
-    for repeat in range(50 if policy is None else 5):
+    for repeat in range(20 if policy is None else 5):
         together = threading.Barrier(4)
 
         def meet(replica: int, batch: Any, together: threading.Barrier = together) -> None:
@@ -328,7 +347,7 @@ FAULTS = [
 STAGES = ["source", "buckets", "order", "dispatch", "target", "drafter", "metrics", "save"]
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3)], ids=["ValueError", "SystemExit"])
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), MemoryError("full")], ids=repr)
 @pytest.mark.parametrize(("stage", "method", "call"), FAULTS)
 def test_a_fault_in_any_stage_ends_the_run_with_that_error(
     tmp_path: Path, stage: str, method: str, call: int, error: BaseException

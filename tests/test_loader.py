@@ -130,6 +130,14 @@ def test_one_broken_plugin_never_stops_the_others(site, source, word):
     assert plugins.registry.get("interleaver", "mine") is None
 
 
+def test_a_plugin_that_is_slow_to_import_is_told_with_the_way_out(site, monkeypatch):
+    site.install("good", stage("Good", "good"))
+    assert load().warnings == []
+    monkeypatch.setattr("flowdflash.plugin.loader.SLOW_IMPORT_SECS", -1.0)
+    (warning,) = [text for text in load().warnings if "'good'" in text]
+    assert "s to import; --disable-plugin good leaves it out" in warning
+
+
 def test_the_original_error_is_the_cause(site):
     site.install("broken", "1 / 0")
     assert isinstance(load().broken["broken"].__cause__, ZeroDivisionError)

@@ -7,10 +7,11 @@ import pytest
 
 from flowdflash.dflash.config import DraftConfig
 from flowdflash.errors import PipelineInvalid, StageFailed
-from flowdflash.items import FeatureBatch, SampleTable, TokenBatch
+from flowdflash.items import BatchTable, FeatureBatch, SampleTable, TokenBatch
+from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.order_metrics import measure
 from flowdflash.runtime.plan_compare import joined, plan_strategies
-from flowdflash.runtime.plan_figures import DraftShape, bucket_rows, figures, per_window
+from flowdflash.runtime.plan_figures import bucket_rows, figures, per_window
 from flowdflash.runtime.plan_memory import feature_bytes, memory
 from flowdflash.runtime.plan_series import histogram, length_classes, series
 from flowdflash.runtime.planner import PlanBlock
@@ -94,9 +95,11 @@ def test_loss_terms_are_those_that_drawing_anchors_would_give_on_average(supervi
     shape = DraftShape(num_anchors=num_anchors, block_size=8)
     places = [min(7, supervised - 1 - at) for at in range(max(supervised - 1, 0))]
     drawn = min(num_anchors, len(places))
-    column = np.array([supervised])
-    assert shape.anchors(column).tolist() == [drawn]
-    assert shape.terms(column)[0] == pytest.approx(sum(places) / max(len(places), 1) * drawn)
+    samples = make_samples([41], [supervised])
+    assert shape.anchors(samples.supervised).tolist() == [drawn]
+    for packed in (False, True):
+        table = BatchTable.build(samples, [np.array([0])], [0], packed=packed)
+        assert shape.terms(table)[0] == pytest.approx(sum(places) / max(len(places), 1) * drawn)
 
 
 def test_rows_per_bucket_add_up() -> None:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,10 @@ def test_an_interleaver_that_breaks_its_contract_is_named(give: Any, text: str) 
         assert isinstance(caught.value.cause, PluginBroken) and caught.value.cause.plugin == "given"
 
 
+def edited(samples: SampleTable, **columns: Any) -> Any:
+    return replace(batches_of(samples, [[0, 1, 2, 3]])[0], **columns), None
+
+
 def batches_of(samples: SampleTable, groups: list[list[int]], leftover: list[int] | None = None) -> Any:
     made = BatchTable.build(samples, [np.array(g) for g in groups], [0] * len(groups))
     return made, None if leftover is None else samples.take(np.array(leftover))
@@ -246,6 +251,16 @@ def batches_of(samples: SampleTable, groups: list[list[int]], leftover: list[int
         (lambda s: (batches_of(s, [[0, 1, 2, 3]])[0], table([99])), "sample 99 is not among the samples given"),
         (lambda s: BatchTable.build(s, [np.arange(4)], [0]), "unpack|must return"),
         (lambda s: (None, None), "must return"),
+        (lambda s: edited(s, cost=np.array([np.nan])), "a cost that is below 0 or no number"),
+        (lambda s: edited(s, bucket=np.array([-2])), "bucket -2; a bucket is 0 or more"),
+        (lambda s: edited(s, bucket=np.array([0.5])), "a column 'bucket' that is no row of integers"),
+        (lambda s: edited(s, tokens=np.array([1, 2])), "2 values of 'tokens' for 1 batches"),
+        (lambda s: edited(s, offsets=np.array([0, 3])), "offsets that do not lead through its members"),
+        (lambda s: batches_of(replace(s, lengths=s.lengths + 1), [[0, 1, 2, 3]]), "sample 10 has another length"),
+        (
+            lambda s: (batches_of(s, [[0, 1]])[0], replace(s, lengths=s.lengths + 1).take(np.arange(2, 4))),
+            "sample 12 has",
+        ),
     ],
 )
 def test_a_bucketer_that_breaks_its_contract_is_named(give: Any, text: str) -> None:
@@ -260,6 +275,11 @@ def test_a_bucketer_that_breaks_its_contract_is_named(give: Any, text: str) -> N
         ([table([1, 2, 1])], "sample 1 is twice in epoch 0"),
         ([table([1, 2], last=False), table([1, 2], epoch=1)], "epoch 1 began although"),
         ([table([1, 2], length=0)], "sample 1 has no tokens"),
+        (
+            [replace(table([1]), supervised=np.array([-1]))],
+            "sample 1 has no tokens, or supervised tokens that are fewer",
+        ),
+        ([replace(table([1]), lengths=np.array([1.5]))], "must be integers, got float64"),
         (["x"], "yielded a str"),
     ],
 )

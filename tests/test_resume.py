@@ -189,6 +189,12 @@ def flip(folder: Path) -> None:
     (folder / "state.pt").write_bytes(bytes(content))
 
 
+def link_out(folder: Path) -> None:
+    elsewhere = folder.parent / "config.json"
+    (folder / "draft" / "config.json").rename(elsewhere)
+    (folder / "draft" / "config.json").symlink_to(elsewhere)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit flipped": (flip, "its sha256 differs"),
     "cut": (lambda f: (f / "state.pt").write_bytes(b"PK"), "has 2 bytes instead of"),
@@ -200,6 +206,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not listed": (edit("files", lambda old: {"state.pt": old["state.pt"]}), "does not list records.jsonl"),
     "outside": (edit("files", lambda old: {**old, "../x": {}}), "outside the checkpoint"),
     "absolute": (edit("files", lambda old: {**old, "/etc/passwd": {}}), "outside the checkpoint"),
+    "a link out": (link_out, "draft/config.json', which is outside the checkpoint"),
+    "a name that is none": (edit("files", lambda old: {**old, "a\0b": {}}), "cannot be checked"),
     "no size": (edit("files", lambda old: {**old, "state.pt": {}}), "cannot be checked"),
 }
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runtime_fakes import FakeDrafter, FakeTarget, Pipeline
+from runtime_fakes import FakeDrafter, FakeSink, FakeTarget, Pipeline
 
 from flowdflash.runtime.channel import ChannelAborted
+from flowdflash.runtime.stop import StopRequest
 from flowdflash.runtime.turns import Turns
 
 
@@ -103,3 +106,38 @@ def test_target_and_drafter_compute_at_once_only_if_one_is_not_on_the_cpu(tmp_pa
     flow = Pipeline(classes=classes, options={"target": {"before": forward}, "drafter": {"before": step}})
     assert flow.run(tmp_path).status == "finished"
     assert ({"target", "drafter"} in together) is not on_cpu
+
+
+class PatientSink(FakeSink):
+    """Writes its first record in pieces, until the drafter has come on or the run is to stop."""
+
+    on_cpu = True  # type: ignore[assignment]
+
+    def open(self, ctx: Any) -> None:
+        super().open(ctx)
+        self.ctx = ctx
+
+    def write(self, item: Any) -> Iterator[None]:  # type: ignore[override]
+        while not (self.config.enough() or self.ctx.stopping()):
+            yield
+        super().write(item)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_is_written_in_pieces_holds_up_neither_training_nor_a_stop(tmp_path: Path, stops: bool) -> None:
+    """The sink waits for a later step, or for the stop asked for there: with the turn held it would wait for ever."""
+    steps, stop = [], StopRequest()
+
+    def step(batch: object) -> None:
+        steps.append(batch)
+        if stops and len(steps) == 3:
+            stop.request()
+
+    flow = Pipeline(
+        classes={"target": OnCpuTarget, "drafter": OnCpuDrafter, "metrics": PatientSink},
+        options={"drafter": {"before": step}, "metrics": {"enough": lambda: not stops and len(steps) >= 3}},
+    )
+    outcome = flow.run(tmp_path, stop=stop)
+    assert outcome.status == ("interrupted" if stops else "finished")
+    assert len(flow.losses()) == outcome.steps >= 3

@@ -66,6 +66,21 @@ def wandb(monkeypatch):
     return stand_in
 
 
+@pytest.fixture(autouse=True)
+def no_thread_left(monkeypatch):
+    opened_here, really = [], WandbSink.open
+
+    def kept(sink, ctx):
+        opened_here.append(sink)
+        really(sink, ctx)
+
+    monkeypatch.setattr(WandbSink, "open", kept)
+    yield
+    for sink in opened_here:
+        sink.close()
+    assert [t.name for t in threading.enumerate() if t.name == "flowdflash-wandb"] == []
+
+
 def opened(tmp_path, **options):
     sink = WandbSink(WandbSink.Config(**options))
     report = SilentReport()
@@ -94,6 +109,7 @@ def test_a_row_says_norms_lengths_padding_and_buckets(tmp_path, wandb):
     sink, _ = opened(tmp_path)
     for record in make_records(2):
         sink.write(record)
+    sink.summary()  # waits for what has been handed over
     row = wandb.rows[-1]
     assert {k: row[k] for k in ("train/grad_norm", "train/grad_norm_clipped", "length/mean", "length/max")} == {
         "train/grad_norm": 2.0,
@@ -245,6 +261,7 @@ def test_the_real_package_offline_writes_under_the_run_folder(tmp_path):
     sink, lines = opened(tmp_path, mode="offline")
     for record in make_records(3):
         sink.write(record)
+    sink.summary()  # waits for what has been handed over
     logged = sink._run.summary
     assert logged["train/grad_norm"] == 2.0 and logged["step"] == 3 and logged["dispatched/1"] == 3
     sink.close()
@@ -270,11 +287,75 @@ def test_a_resumed_run_logs_each_step_once_and_goes_on_counting(tmp_path, wandb)
     first, _ = opened(tmp_path, mode="offline")
     for record in records[:4]:  # killed after step 4; the checkpoint is that of step 2
         first.write(record)
+    first.summary()
     second = WandbSink(WandbSink.Config(mode="offline"))
     second.open(open_context(tmp_path, "metrics", report=SilentReport(), seed=7, resumed_at_step=2))
     assert second.last_step == 4
     for record in records[2:]:
         second.write(record)
+    second.close()
     assert [row["step"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
     assert [row["dispatched/0"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
     assert wandb.inits[1]["id"] == "abc123"
+
+
+@pytest.mark.timeout(20)
+def test_a_service_that_blocks_neither_stops_nor_delays_training_and_loses_nothing(tmp_path, wandb, monkeypatch):
+    blocked, release = threading.Event(), threading.Event()
+    log = wandb.log
+
+    def hang(values, **given):
+        if values["step"] == 3:
+            blocked.set()
+            release.wait(15)
+        log(values, **given)
+
+    monkeypatch.setattr(wandb, "log", hang)
+    monkeypatch.setattr(flowdflash_wandb, "MOST_WAITING", 4)
+    monkeypatch.setattr(flowdflash_wandb, "FINISH_TIMEOUT_SECS", 0.05)
+    sink, lines = opened(tmp_path)
+    records = make_records(20)
+    for record in records[:3]:
+        sink.write(record)
+    assert blocked.wait(10)
+    for record in records[3:]:
+        sink.write(record)  # returns at once: four wait, the others are spilled
+    summary = sink.summary()
+    sink.close()
+    assert (summary["logged"], summary["spilled"], summary["lost"]) == (2, 18, 0) and wandb.finished == 0
+    spilled = [json.loads(line)["step"] for line in (tmp_path / "metrics-spill.jsonl").read_text().splitlines()]
+    assert sorted(spilled) == list(range(3, 21))
+    assert "4 records behind" in lines[0] and "does not take the last 5 records" in lines[1] and len(lines) == 2
+    release.set()
+    sink._sender.join(10)
+    assert not sink._sender.is_alive()
+
+
+@pytest.mark.timeout(20)
+def test_what_a_killed_run_had_not_handed_over_is_logged_when_it_is_resumed(tmp_path, wandb, monkeypatch):
+    taken, release = threading.Event(), threading.Event()
+    log, records = wandb.log, make_records(6)
+
+    def slow(values, **given):
+        log(values, **given)
+        if values["step"] == 2:
+            taken.set()
+            release.wait(15)
+
+    monkeypatch.setattr(wandb, "log", slow)
+    first, _ = opened(tmp_path, mode="offline")
+    for record in records[:4]:
+        first.write(record)
+    assert taken.wait(10)  # killed here: step 1 is on record, 2 just logged, 3 and 4 only waiting
+    second = WandbSink(WandbSink.Config(mode="offline"))
+    monkeypatch.setattr(wandb, "log", log)
+    second.open(open_context(tmp_path, "metrics", report=SilentReport(), seed=7, resumed_at_step=4))
+    assert second.last_step == 1
+    wandb.rows.clear()
+    for record in records[1:]:  # the runtime gives it those of the checkpoint that it lacks
+        second.write(record)
+    second.close()
+    assert [row["step"] for row in wandb.rows] == [2, 3, 4, 5, 6]
+    monkeypatch.setattr(first, "_failed", "the process was killed")
+    release.set()
+    first.close()
