@@ -3,10 +3,9 @@
 The library alone gets the texts ready rendered, in one call. The store reads the file, renders each row with the chat
 template (twice per answer), tokenises, works out the loss mask, checks it and writes. Rounds of both alternate, so that
 a change of load meets both alike; medians count. The ratio of CPU times is given too, since on a busy machine it alone
-means something. Rendering a row costs the same whether it is short or long, so two
-kinds of rows are measured: the shipped ones, a question and an answer, and conversations of the length that people
-have with an assistant. CPU shares are of one more build, phase by phase. Exits with 1 if the store reaches less than
-the limit on the conversations.
+means something. Rendering a row costs the same whether it is short or long, so two kinds of rows are measured: such as
+the shipped ones, a question and an answer, and conversations of the length that people have with an assistant. CPU
+shares are of one more build, phase by phase. Exits with 1 if the store is below the limit on the conversations.
 """
 
 from __future__ import annotations

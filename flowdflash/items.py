@@ -61,16 +61,14 @@ class SampleTable:
         )
 
     def joined(self, other: SampleTable) -> SampleTable:
-        """This table followed by ``other``; epoch and ``last`` are those of ``other``."""
+        """This table followed by ``other``, without ``anchor_cost``; epoch and ``last`` are those of ``other``."""
         join = np.concatenate
-        one, two = self.anchor_cost, other.anchor_cost
         return SampleTable(
             other.epoch,
             join([self.ids, other.ids]),
             join([self.lengths, other.lengths]),
             join([self.supervised, other.supervised]),
             other.last,
-            None if one is None or two is None else join([one, two]),
         )
 
 

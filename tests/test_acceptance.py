@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import TINY, invoke, json_lines, overrides
+from safetensors.torch import load_file, save_file
 
+from flowdflash.cli.checkpoint_eval import _evaluator, _Setting
 from flowdflash.dflash import decode
 from flowdflash.dflash.acceptance import summarise
 from flowdflash.dflash.config import DraftConfig
@@ -22,6 +25,7 @@ from flowdflash.dflash.export import export_zlab, zlab_config
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.dflash.rounds import SpeculativeBatch
 from flowdflash.dflash.sampling import Sampling
+from flowdflash.dflash.speculators import export_speculators
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Checkpoint
 from flowdflash.journal import entries
@@ -477,3 +481,22 @@ def test_eval_takes_the_target_of_a_pipeline_without_an_evaluator(finished: Path
     result = invoke("eval", run, "--prompts", rows(tmp_path / "p.jsonl", 1), cache=cache)
     # Its target has six tokens and no tokenizer; that it is looked for shows that the target is known.
     assert result.exit_code == 1 and "has no tokenizer" in result.stderr
+
+
+def test_eval_decodes_greedily_what_a_pipeline_samples() -> None:
+    setting = _Setting(options={"temperature": 0.8, "top_p": 0.9, "num_prompts": 2}, facts={"model": BYTES})
+    sink = _evaluator(setting, {}, {"temperature": 0.0}, Path())
+    assert (sink.config.temperature, sink.config.top_p, sink.config.num_prompts) == (0.0, 1.0, 2)
+    assert _evaluator(setting, {}, {}, Path()).config.top_p == 0.9
+
+
+def test_w3_eval_refuses_a_draft_that_brings_another_head(cache: Path) -> None:
+    draft = draft_of(272)
+    # Of two levels only: no run can lie above it.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        export_speculators(folder, draft.config, draft.state_dict(), target=BYTES)
+        weights = Path(folder) / "model.safetensors"
+        save_file({**load_file(weights), "lm_head.weight": torch.zeros(272, 32)}, weights)
+        prompts = rows(Path(folder) / "p.jsonl", 1)
+        result = invoke("eval", folder, "--prompts", prompts, "--max-new-tokens", 2, cache=cache)
+    assert result.exit_code == 1 and "lm_head.weight is not the target's" in result.stderr

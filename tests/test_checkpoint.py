@@ -481,3 +481,18 @@ def test_a_disk_that_is_really_full_is_an_error_of_the_disk(tmp_path: Path, most
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(run) == ["latest", "step-000001"] and latest(run).name == "step-000001"
+
+
+class Emptied(set[int]):
+    """The thread that writes ends just after this set was looked at."""
+
+    def __sub__(self, other: Any) -> set[int]:  # type: ignore[override]
+        left = set(self) - other
+        self.clear()
+        return left
+
+
+def test_a_checkpoint_that_is_complete_at_that_moment_is_no_fault(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "run", every_steps=1, when_busy="skip")
+    sink.due = Emptied({1})
+    assert not sink.wants(2, "every") and "that of step 1" in sink.report.lines[0]

@@ -13,16 +13,18 @@ import pytest
 from flowdflash_packing import PackingBucketer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_streaming import Stream
 
 from flowdflash import stages
 from flowdflash.config.check import load_mapping
-from flowdflash.errors import DataInvalid, PipelineInvalid
+from flowdflash.errors import DataInvalid, FlowdflashError, PipelineInvalid
 from flowdflash.graph import Graph
-from flowdflash.items import BatchTable
+from flowdflash.items import BatchTable, SampleTable
 from flowdflash.plugin.loader import load_plugins
 from flowdflash.runtime import executor, probe
 from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.plan import PlanStages
+from flowdflash.runtime.planner import PlanNames, Planner, plan_epochs
 from flowdflash.stage import Check, OpenContext
 from flowdflash.stages.equal_token import EqualTokenBucketer
 from flowdflash.stages.length import LengthBucketer
@@ -146,11 +148,42 @@ def test_the_plan_counts_anchors_as_the_drafter_says(tmp_path: Path, cost_budget
     assert (max(info.cost for info in infos) <= 100) == bool(cost_budget)
 
 
+class Forgetful(LengthBucketer):
+    """Makes a table of its own of what it holds back."""
+
+    def batches(self, samples: SampleTable, rng: Any) -> Any:
+        table, left = super().batches(samples, rng)
+        return table, left and replace(left, anchor_cost=None)
+
+
+def test_samples_that_are_held_back_cost_no_less() -> None:
+    stream = Stream(make_samples([30] * 9), 2)
+    bucketer = Forgetful(Forgetful.Config(token_budget=100, edges=(30,)))
+    shape = DraftShape(4, 4, anchor_cost_tokens=2.0)
+    plan = Planner(stream, bucketer, None, PlanNames("corpus", "buckets"), seed=0, shape=shape)
+    assert [info.cost for info in plan.batches()] == [3 * (30 + 4 * 2.0)] * 3
+
+
+def test_the_plan_made_beforehand_has_the_cost_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def planned(planner: Planner) -> Any:
+        seen.append(planner.shape and planner.shape.anchor_cost_tokens)
+        return plan_epochs(planner)
+
+    monkeypatch.setattr(executor, "plan_epochs", planned)
+    monkeypatch.setattr(executor, "measured", lambda graph, shape, *_: replace(shape, anchor_cost_tokens=7.5))
+    run_pipeline(with_options("drafter", anchor_cost_tokens="probe"), run_dir=tmp_path / "run")
+    assert seen == [7.5]
+
+
 def test_two_costs_are_told_apart_by_least_squares() -> None:
     sizes = np.array([[100.0, 10], [100, 1], [400, 100], [400, 2]])
     assert probe._solve(sizes, sizes @ [0.037, 0.41]) == pytest.approx((0.037, 0.41))
     assert probe._solve(sizes, sizes @ [1.0, -0.5])[1] == 0.0
-    with pytest.raises(ValueError, match="cannot be explained"):
+    with pytest.raises(FlowdflashError, match=r"cannot be explained.*give anchor_cost_tokens a number"):
         probe._solve(sizes, -sizes[:, 0])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_fakes import LAYERS, MASK, TOY, batch, opened, records
+from drafter_fakes import FACTS, LAYERS, MASK, TOY, batch, opened, records
 from pydantic import ValidationError
 
 from flowdflash.errors import ModelInvalid
@@ -109,6 +109,13 @@ def test_a_checkpoint_is_a_copy_that_training_does_not_touch(tmp_path: Path) -> 
     assert torch.equal(moments, checkpoint.state["optimizer"]["state"][0]["exp_avg"])
     assert not all(torch.equal(kept[k], v) for k, v in drafter.trainer.draft.state_dict().items())
     assert checkpoint.ledger == {"prefix": 1, "extras": []} and checkpoint.step == 1
+
+
+def test_14_an_export_says_with_which_template_options_the_draft_was_trained(tmp_path: Path) -> None:
+    for options, told in (({}, {}), ({"thinking": False}, {"template_options": {"thinking": False}})):
+        drafter = opened(tmp_path, due=lambda *_: True, facts={**FACTS, "template_options": options})
+        (checkpoint,) = [i for i in drafter.step(batch(0)) if isinstance(i, Checkpoint)]
+        assert checkpoint.draft_config["flowdflash"] == {"target": TOY, "step": 1, **told}
 
 
 def test_an_interrupted_run_drops_the_open_window_and_a_finished_one_closes_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,24 @@ def test_w1_an_export_that_brings_another_head_is_named(run: Path, cache: Path, 
     save_file({**tensors, "lm_head.weight": torch.zeros(64, 32)}, out / "model.safetensors")
     found = faults(examined(out, cache))
     assert list(found) == ["head"] and "lm_head.weight is not the target's" in found["head"]
+
+
+def test_an_export_is_no_checkpoint_whatever_its_folder_is_called(run: Path, cache: Path) -> None:
+    # Of two levels only: no run can lie above it.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        result = invoke("export", run, "-o", Path(folder) / "draft", cache=cache)
+        assert result.exit_code == 0, result.stderr
+        found = patient(Path(folder) / "draft", cache)
+        (Path(folder) / "config.json").write_bytes((found.folder / "config.json").read_bytes())
+        assert found.checkpoint is found.run_dir is patient(Path(folder), cache).run_dir is None
+
+
+def test_an_answer_of_one_token_is_not_looked_at(run: Path, cache: Path) -> None:
+    found = patient(run, cache)
+    short, long = Row.answered([1, 2], [3]), Row.answered([1, 2], [3, 4])
+    found.__dict__.update(_sampled=([], None, ""), held_out=[[1, 2]], answered=[short, long])
+    assert found.known_rows == [long]
+    assert not found.fit.loss.isnan().any()
 
 
 RECORDED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -33,7 +33,7 @@ def test_i6_a_draft_that_knows_a_text_by_heart_is_accepted_to_the_full_block(tmp
     result = gate(tmp_path, "--format", "json", "--steps", 200)
     assert result.exit_code == 0, result.stdout + result.stderr
     told = json.loads(result.stdout)
-    assert told["passed"] and told["accuracy"] == 1 and told["tau"] == told["block_size"] == 4
+    assert told["passed"] and told["accuracy"] == 1 and told["tau"] == told["span"] == 4
     assert set(told["produced"][:-1]) == {4} and sum(told["produced"]) == 48 - 1
     assert told["steps"] < 200, "it ends when the text is learnt"
 
@@ -47,3 +47,8 @@ def test_i6_a_draft_that_learnt_by_a_leak_fails(tmp_path: Path, monkeypatch: pyt
 def test_too_few_steps_fail_and_say_so(tmp_path: Path) -> None:
     result = gate(tmp_path, "--steps", 2)
     assert result.exit_code == 1 and "2 steps" in result.stdout and "try more --steps" in result.stdout
+
+
+def test_an_answer_too_short_for_a_whole_block_is_refused_before_training(tmp_path: Path) -> None:
+    result = gate(tmp_path, "--new-tokens", 9, **{"stages.drafter.block_size": 8})
+    assert result.exit_code == 1 and "take 10 or more" in result.stderr

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafter_fakes import batch, opened, records
@@ -13,7 +14,7 @@ from drafter_fakes import batch, opened, records
 from flowdflash.dflash.optim import MuonAdamW
 from flowdflash.errors import ModelInvalid
 from flowdflash.items import Checkpoint
-from flowdflash.stage import Check
+from flowdflash.stage import Check, Vocabulary
 from flowdflash.stages.dflash_drafter import DFlashDrafter
 
 
@@ -118,6 +119,19 @@ def test_a_draft_is_compiled_when_it_opens_for_one_row_and_for_several(
     plain = opened(tmp_path)
     assert same(weights_after(drafter, range(2)), weights_after(plain, range(2))) and rows == [2, 1, 2, 2]
     assert drafter.trainer.weights().keys() == plain.trainer.weights().keys()
+
+
+def test_a_draft_is_compiled_whatever_tokens_its_softmax_runs_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, lambda function, *args: function(*args))
+    unseen = Vocabulary(np.arange(3, 20), np.arange(3, 20))
+    drafter = opened(tmp_path, compile=True, softmax="seen", vocabulary=unseen)
+    assert drafter.trainer.head.ids is not None and 0 not in drafter.trainer.head.ids
+
+
+def test_what_would_be_compiled_anew_for_every_batch_is_refused() -> None:
+    assert problems({"packed": True}, compile=True) == [("compile", "error")]
 
 
 def test_a_machine_that_cannot_compile_says_so_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 import flowdflash_dspark
 import pytest
 import torch
+from cli_runs import TINY
 from draft_kinds import SHAPE, decodes_losslessly, learns, resumes_exactly, trains_and_exports
 from drafter_fakes import batch, opened
 from flowdflash_dspark import DSparkConfig, DSparkDrafter
 from flowdflash_dspark.draft import DSparkDraft
 from torch import Tensor
 
+from flowdflash import stages
+from flowdflash.config.check import load
 from flowdflash.dflash.config import DraftConfig, tensor_shapes
 from flowdflash.dflash.export import config_from_zlab, zlab_config
 from flowdflash.dflash.head import Head
@@ -22,8 +25,10 @@ from flowdflash.dflash.loss import block_labels
 from flowdflash.dflash.optim import MuonAdamW
 from flowdflash.dflash.speculators import speculators_config
 from flowdflash.dflash.training import LossOptions
+from flowdflash.doctor import overfit
 from flowdflash.errors import ModelInvalid
-from flowdflash.stage import Check
+from flowdflash.plugin.loader import load_plugins
+from flowdflash.stage import Check, SilentReport
 
 CONFIG = DSparkConfig(**SHAPE, markov_rank=4)
 HEADS = {
@@ -50,6 +55,12 @@ def test_a_block_of_b_slots_drafts_b_tokens(tmp_path: Path) -> None:
     (record,) = drafter.step(batch(0))
     assert len(record.accuracy_per_slot) == 4
     assert drafter.check(Check("drafter", {"last_hidden": True}))["span"] == 5
+
+
+def test_the_overfit_gate_wants_all_of_them_in_a_pass(tmp_path: Path) -> None:
+    changes = ("stages.drafter.type=dspark", "stages.target.last_hidden=true")
+    graph = load(TINY, load_plugins(builtin=[stages, flowdflash_dspark]), overrides=changes).graph
+    assert overfit(graph, steps=1, new_tokens=8, cache_dir=tmp_path, report=SilentReport()).span == 5
 
 
 def test_slot_k_learns_the_token_at_anchor_k_plus_1_after_the_one_before(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import flowdflash_dspark
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ SMOLLM2 = 134_515_008
 
 
 def told(path: Path) -> dict[str, int] | None:
-    pipeline = load(path, load_plugins(builtin=[stages]))
+    pipeline = load(path, load_plugins(builtin=[stages, flowdflash_dspark]))
     table = make_batches([0] * 30, np.arange(100, 130))
     return estimate.host_memory(pipeline.graph, table, memory(pipeline.graph, table, "plan", Path()))
 
@@ -60,3 +61,22 @@ def test_more_replicas_more_targets_and_nothing_is_mapped_that_is_not_kept(tmp_p
 
 def test_a_target_of_unknown_size_gives_no_estimate(tmp_path: Path) -> None:
     assert told(changed(tmp_path, "SmolLM2-135M-Instruct", "owner/unknown")) is None
+
+
+def test_a_target_with_experts_gives_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {**(estimate.facts_of("SmolLM2-135M-Instruct") or {}), "num_experts": 4}
+    monkeypatch.setattr(estimate, "facts_of", lambda ref: facts)
+    assert told(ROOT / "pipelines" / "dflash.yaml") is None
+
+
+def test_a_slot_more_drafts_where_the_anchors_does_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "_fast_bfloat16", lambda: False)
+    text = changed(tmp_path, "    type: dflash\n", "    type: dspark\n    markov_rank: 8\n").read_text()
+    text = text.replace("    init: target\n", "").replace(
+        "    type: transformers\n", "    type: transformers\n    last_hidden: true\n"
+    )
+    (tmp_path / "p.yaml").write_text(text)
+    parts: Any = told(tmp_path / "p.yaml")
+    draft = parts["checkpoints on their way"] // (12 * 6)
+    assert parts["drafter with its optimizer"] == draft * 16 + 2 * 49152 * 576 * 4 + 2 * 4 * 16 * 8 * 49152
+    assert parts["target of acceptance"] == SMOLLM2 * 4 + 2 * 4 * 32 * 9 * 49152

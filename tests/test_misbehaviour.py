@@ -101,6 +101,16 @@ def test_a_stage_that_never_returns_is_left_behind_and_named(
     assert any(thread in line and "is stuck in a call" in line for line in pipeline.report.lines), pipeline.report.lines
 
 
+class InPieces(FakeSink):
+    def write(self, item: Any) -> Any:
+        yield
+
+
+def test_a_sink_that_would_save_in_pieces_is_told_of_and_saves_nothing_in_silence(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"save.*write\(\) of a checkpoint must not be a generator"):
+        Pipeline(classes={"save": InPieces}).run(tmp_path)
+
+
 OBSERVERS: dict[str, Callable[..., Any]] = {
     "flowdflash_run_started": lambda run: 1 / 0,
     "flowdflash_step": lambda record: 1 / 0,

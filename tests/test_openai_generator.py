@@ -298,6 +298,22 @@ def test_the_key_comes_from_the_environment_and_is_told_to_nobody_but_the_server
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     assert KEY not in str(caught.value) and "***" in str(caught.value)
     assert KEY not in made.config.model_dump_json() + str(made.summary())
+    server.reply = lambda body: (401, "-" * 290 + KEY, {})
+    with pytest.raises(FlowdflashError) as caught:
+        answered(made, batch("a"))
+    assert KEY[:4] not in str(caught.value)
+    monkeypatch.setenv("TEST_KEY", f"{KEY}\n{KEY}")
+    with pytest.raises(FlowdflashError, match="TEST_KEY is no plain text") as caught:
+        answered(made, batch("a"))
+    assert KEY not in str(caught.value)
+
+
+def test_half_a_surrogate_pair_in_an_answer_does_not_end_the_conversation(server: Server) -> None:
+    server.reply = lambda body: completion("cut \ud83d", reasoning_content="\ud83d")
+    asked = [{"role": "user", "content": text} for text in "ab"]
+    made = stage(server.url)
+    assert answered(made, batch({"messages": asked})) == [Answer("cut \ufffd", 3, "stop", "\ufffd")]
+    assert server.requests[1]["messages"][1]["content"] == "cut \ufffd"
 
 
 @pytest.mark.parametrize(

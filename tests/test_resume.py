@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from flowdflash.runtime.outlets import Outlet
 from flowdflash.runtime.planner import PlanNames, Planner
 from flowdflash.runtime.resume import Resume, find_resume, take_up
 from flowdflash.runtime.rundir import RunDir, RunDirUnusable
+from flowdflash.runtime.turns import Turns
+from flowdflash.runtime.worker import _emit
+from flowdflash.runtime.works import DraftWork
 from flowdflash.stage import OpenContext, SilentReport
 from flowdflash.stages.jsonl import Jsonl
 from flowdflash.testing import make_records
@@ -295,6 +299,41 @@ def test_sinks_are_given_what_a_killed_run_had_not_brought_to_them(tmp_path: Pat
         given.append([item.step for item in iter(outlet.channel.get, END)])
     assert given == [[4, 6], [], [5, 6], []]
     assert recent == tuple(records)
+
+
+class OnCpu(Resumable):
+    on_cpu = True  # type: ignore[assignment]
+
+
+@pytest.mark.timeout(60)
+def test_sinks_that_wait_for_their_turn_take_what_a_killed_run_had_not_brought_to_them(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    turns, nodes = Turns(), Pipeline().graph.nodes
+    outlet = Outlet(Checkpoint, Channel("c", 1), "s", Watching(nodes["save"].config))
+    work = DraftWork(
+        "drafter",
+        OnCpu(nodes["drafter"].config),
+        Channel("in", 1),
+        [outlet],
+        stopping=lambda: False,
+        retire=lambda: None,
+        recorded=lambda record: None,
+        turns=turns,
+        place=lambda seq: seq,
+        shares=dict,
+        resume=found(tmp_path)[0],
+    )
+    thread = threading.Thread(target=_emit, args=(work, work.begin), daemon=True)
+    thread.start()
+    seen = []
+    while len(seen) < 3:
+        item = outlet.channel.get()
+        assert item is not END
+        with turns.turn(lambda: None):
+            seen.append(item.step)
+    thread.join(10)
+    assert not thread.is_alive() and seen == [1, 3, 4]
 
 
 def test_a_file_of_records_is_cut_back_to_the_checkpoint_and_goes_on(tmp_path: Path) -> None:

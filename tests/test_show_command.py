@@ -3,11 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_runs import invoke
 from data_layer.fixtures import T_THINK, make_tokenizer, say, write_rows
 
-from flowdflash.render.sample import Shown, Span, text, visible
+from flowdflash.render.sample import Shown, Span, spans, text, visible
 
 
 @pytest.fixture
@@ -52,6 +53,20 @@ def test_control_characters_of_the_data_never_reach_the_terminal(tmp_path: Path,
     assert visible("a\u2066b\n") == "a\\u2066b↵\n"
     coloured = text([Shown("x", (Span(evil, True, False),))], coloured=True)
     assert coloured.count("\x1b") == 2  # its own
+
+
+def test_every_token_is_decoded_a_few_times_however_many_turns_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, decoded = make_tokenizer(), 0
+    ids = tokenizer.apply_chat_template(say(*["é", "👍"] * 100)["messages"])["input_ids"]
+    mask, decode = np.arange(len(ids)) % 9 < 3, tokenizer.decode
+
+    def counted(ids: list[int], **how: Any) -> Any:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert len(list(spans(np.array(ids), mask, tokenizer))) > 400 and decoded <= 4 * len(ids)
 
 
 def test_colours_tell_supervised_given_and_special_apart() -> None:

@@ -13,10 +13,11 @@ import torch
 from cli_runs import ROOT, TINY, invoke, overrides
 from pipeline_fakes import PIPELINE, FakePlugins
 
+from flowdflash.cli.common import exit_codes
 from flowdflash.config.changes import changes
 from flowdflash.config.check import load, load_text
 from flowdflash.dflash.importing import find_draft, load_draft
-from flowdflash.errors import ModelInvalid, PipelineInvalid
+from flowdflash.errors import ModelInvalid, PipelineInvalid, Problem
 from flowdflash.secrets import hidden, is_secret
 from flowdflash.target.weights import tensor_files
 
@@ -148,6 +149,16 @@ def test_secret_in_a_wrong_place_is_not_told(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(PipelineInvalid) as caught:
         load(tmp_path / "p.yaml", FakePlugins())
     assert "pl4nted" not in str(caught.value) and "PLANTED_TOKEN" in str(caught.value)
+
+
+def test_secret_in_a_problem_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", SECRET)
+    with pytest.raises(SystemExit), exit_codes():
+        raise PipelineInvalid([Problem(f"{SECRET} when the run began, nothing now", path="stages.metrics.project")])
+    told = capsys.readouterr().err
+    assert "pl4nted" not in told and "${env:PLANTED_TOKEN} when the run began" in told
 
 
 def test_secret_too_short_to_be_hidden_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from flowdflash_wandb import WandbSink, account
 from flowdflash_wandb.series import Series
 
 from flowdflash.errors import FlowdflashError
+from flowdflash.runtime.works import MOST_RECORDS
 from flowdflash.stage import Check, SilentReport
 from flowdflash.testing import assert_sink_contract, make_records, open_context
 
@@ -96,13 +97,13 @@ def refusals(**options):
 
 def test_every_record_is_logged_once_in_order_over_its_own_axis(tmp_path, wandb):
     sink, lines = opened(tmp_path, project="p", name="n")
-    for record in make_records(250):
+    for record in make_records(150):
         sink.write(record)
     sink.close()
-    assert [row["step"] for row in wandb.rows] == list(range(1, 251)) and len(wandb.threads) == 1
+    assert [row["step"] for row in wandb.rows] == list(range(1, 151)) and len(wandb.threads) == 1
     assert ("*", "step") in wandb.metrics and wandb.finished == 1
     assert (wandb.inits[0]["project"], wandb.inits[0]["name"], wandb.inits[0]["mode"]) == ("p", "n", "offline")
-    assert sink.summary() == {"mode": "offline", "logged": 250, "spilled": 0, "lost": 0} and lines == []
+    assert sink.summary() == {"mode": "offline", "logged": 150, "spilled": 0, "lost": 0} and lines == []
 
 
 def test_a_row_says_norms_lengths_padding_and_buckets(tmp_path, wandb):
@@ -297,6 +298,25 @@ def test_a_resumed_run_logs_each_step_once_and_goes_on_counting(tmp_path, wandb)
     assert [row["step"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
     assert [row["dispatched/0"] for row in wandb.rows] == [1, 2, 3, 4, 5, 6]
     assert wandb.inits[1]["id"] == "abc123"
+
+
+def test_what_was_spilled_of_steps_that_come_again_is_void(tmp_path, wandb):
+    records = make_records(6)
+    first, _ = opened(tmp_path, mode="offline")
+    for record in records[:2]:
+        first.write(record)
+    first.summary()
+    for record in records[2:5]:
+        first._keep(record)
+    second = WandbSink(WandbSink.Config(mode="offline"))
+    second.open(open_context(tmp_path, "metrics", report=SilentReport(), seed=7, resumed_at_step=3))
+    second.close()
+    spilled = [json.loads(line)["step"] for line in (tmp_path / "metrics-spill.jsonl").read_text().splitlines()]
+    assert spilled == [3]
+
+
+def test_no_more_records_wait_than_a_checkpoint_holds():
+    assert MOST_RECORDS >= flowdflash_wandb.MOST_WAITING + 50, "more wait in the edge, and one is being sent"
 
 
 @pytest.mark.timeout(20)

@@ -44,11 +44,13 @@ def evaluate_checkpoint(
     """
     from flowdflash.dflash.decode import finish
     from flowdflash.dflash.export import load_zlab, zlab_config
-    from flowdflash.dflash.importing import find_draft, load_draft, read_provenance
+    from flowdflash.dflash.importing import check_borrowed, find_draft, load_draft, read_provenance
+    from flowdflash.target.load import load_embedding_and_head
 
     folder = find_draft(path.resolve())
     origin = read_provenance(folder)
-    run_dir = folder.parents[2]
+    imported = None
+    run_dir = folder.parent.parent.parent
     if folder.name == "draft" and (run_dir / "run.json").is_file():
         setting, step = _setting_of(run_dir, load_pipeline), int(_entry(folder.parent / "checkpoint.json", "step"))
         config, draft = load_zlab(folder)
@@ -61,6 +63,9 @@ def evaluate_checkpoint(
     ctx = OpenContext(setting.stage, folder, cache_dir(), seed=setting.seed, facts=setting.facts, report=report)
     try:
         sink.open(ctx)
+        if imported is not None and imported.borrowed:
+            matrices = load_embedding_and_head(sink.ref, cache_dir(), report)
+            check_borrowed(imported, matrices.embed, matrices.head)
         measuring = sink.measure(Checkpoint(step, 0, "final", zlab_config(config), tensors, {}, {}))
         result = finish(measuring, lambda at: report.progress(at[0], at[1], len(sink.prompts)))
         return {"checkpoint": str(folder), **result.as_dict()}
@@ -82,6 +87,8 @@ def _evaluator(
     setting: _Setting, origin: Mapping[str, Any], options: Mapping[str, Any], folder: Path
 ) -> AcceptanceSink:
     given = {**(setting.options or {}), **options}
+    if options.get("temperature") == 0:
+        given = {name: value for name, value in given.items() if name in options or name not in ("top_p", "top_k")}
     if setting.options is None and "prompts" not in given:
         raise FlowdflashError(f"no pipeline says on which prompts to evaluate {folder}: name a file (--prompts)")
     if "prompts" in options and "num_prompts" not in options:

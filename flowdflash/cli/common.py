@@ -53,7 +53,7 @@ def load_pipeline(
     plugins = load_all_plugins(ctx)
     pipeline = load(file, plugins, overrides=overrides, strict=strict)
     if pipeline.warnings:
-        click.echo(as_text(pipeline.warnings), err=True)
+        say(as_text(pipeline.warnings), err=True)
     return pipeline, plugins
 
 
@@ -67,7 +67,7 @@ def exit_codes() -> Iterator[None]:
     except PipelineInvalid as error:
         from flowdflash.config.problems import as_text
 
-        click.echo(as_text(error.problems), err=True)
+        say(as_text(error.problems), err=True)
         sys.exit(INVALID)
     except PluginBroken as error:
         say(f"error: {error}", err=True)

@@ -119,7 +119,7 @@ def gate_text(result: GateResult) -> str:
     """For a person."""
     figures = f"{result.steps} steps, loss {result.loss:.3f}, {result.accuracy:.1%} of the slots right"
     tokens = " ".join(map(str, result.produced))
-    lines = [figures, f"tau {result.tau:.2f} of {result.block_size} (tokens per pass: {tokens})"]
+    lines = [figures, f"tau {result.tau:.2f} of {result.span} (tokens per pass: {tokens})"]
     if result.passed:
         return "\n".join([*lines, "gate passed: every whole block is accepted on the text that was trained on"])
     if result.accuracy < 1:

@@ -46,7 +46,7 @@ def _of_drafter(graph: Graph, node: Node, table: BatchTable) -> dict[str, int]:
     told, facts, config = graph.returned.get(node.name, {}), node.facts, node.config
     draft = int(told.get("draft_parameters", 0))
     vocab, width = int(facts.get("vocab_size", 0)), int(facts.get("hidden_size", 0))
-    slots = int(table.sizes.max(initial=0)) * int(told.get("num_anchors", 0)) * (int(told.get("block_size", 1)) - 1)
+    slots = int(table.sizes.max(initial=0)) * int(told.get("num_anchors", 0)) * (int(told.get("span", 1)) - 1)
     chunk = min(slots, int(getattr(config, "chunk_slots", 0)) or slots)
     waiting = sum(edge.capacity + 1 for edge in graph.outputs(node.name) if edge.payload is Checkpoint)
     tables = 2 * vocab * width * _item_bytes(node, "precision")
@@ -62,7 +62,7 @@ def _of_evaluator(graph: Graph, node: Node) -> dict[str, int]:
     size = _parameters(graph, node)
     if Checkpoint not in node.cls.reads or getattr(node.cls, "saves", True) or size is None:
         return {}
-    rows = int(getattr(node.config, "batch_size", 1)) * int(node.facts.get("block_size", 1))
+    rows = int(getattr(node.config, "batch_size", 1)) * int(node.facts.get("span", 1))
     item = _ITEM_BYTES.get(str(getattr(node.config, "dtype", "float32")), 4)
     return {f"target of {node.name}": size * item + 2 * 4 * rows * int(node.facts.get("vocab_size", 0))}
 
@@ -82,6 +82,8 @@ def _parameters(graph: Graph, node: Node) -> int | None:
     told = graph.returned.get(node.name, {}).get("model")
     ref = getattr(node.config, "model", None) or told or node.facts.get("model")
     facts = (facts_of(ref) if isinstance(ref, str) else None) or {}
+    if "num_experts" in facts:
+        return None
     try:
         width, heads, kv = int(facts["hidden_size"]), int(facts["num_heads"]), int(facts["num_kv_heads"])
         head_dim, inner, vocab = int(facts["head_dim"]), int(facts["intermediate_size"]), int(facts["vocab_size"])

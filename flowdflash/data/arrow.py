@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,13 @@ def arrow_rows(tables: Iterable[Any], total: int, *, limit: int = 0, progress: P
     """Rows of the tables or record batches of one input of ``total`` rows.
 
     A null inside a row counts as absent: Arrow fills every struct up with nulls, so that a message has the keys of all
-    messages and the arguments of a tool call those of all tools.
+    messages and the arguments of a tool call those of all tools. So does NaN, the null of pandas, which JSON has not.
     """
     number = 0
     for table in tables:
+        size = table.nbytes // max(1, table.num_rows)
         for value, error in _values(table):
             number += 1
-            size = table.nbytes // table.num_rows
             if error is None:
                 yield Row(number, {key: _filled(inner) for key, inner in value.items()}, nbytes=size)
             else:
@@ -87,5 +88,7 @@ def _values(table: Any) -> Iterator[tuple[Any, Exception | None]]:
 
 def _filled(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
-    return [_filled(inner) for inner in value] if isinstance(value, list) else value
+        return {key: kept for key, inner in value.items() if (kept := _filled(inner)) is not None}
+    if isinstance(value, list):
+        return [_filled(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

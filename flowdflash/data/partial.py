@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -77,14 +77,14 @@ class PartialFile:
         with self.path.open("rb") as file:
             if not (head := file.readline()).endswith(b"\n"):
                 return 0
-            if changed := _differences(self._parsed(head)["made_from"], made_from):
+            if changed := _differences(self._parsed(head, {"made_from"})["made_from"], made_from):
                 raise DataInvalid(
                     f"{self.path} holds rows of a run that was not the same ({'; '.join(changed)}): go on with that "
                     "run as it was, or delete the file"
                 )
             end = file.tell()
             while (head := file.readline()).endswith(b"\n"):
-                block = self._parsed(head)
+                block = self._parsed(head, {"seq", "epoch", "samples", "dropped"})
                 start = file.tell()
                 lines = [file.readline() for _ in block["samples"]]
                 if lines and not lines[-1].endswith(b"\n"):
@@ -93,10 +93,10 @@ class PartialFile:
                 end = file.tell()
         return end
 
-    def _parsed(self, line: bytes) -> Mapping[str, Any]:
+    def _parsed(self, line: bytes, keys: Set[str]) -> Mapping[str, Any]:
         try:
             found: Mapping[str, Any] = json.loads(line)
-            if not ("made_from" in found or {"seq", "epoch", "samples", "dropped"} <= found.keys()):
+            if not keys <= found.keys():
                 raise ValueError("it is no line of such a file")
         except (ValueError, TypeError, AttributeError) as error:
             raise DataInvalid(f"{self.path} is damaged, so no run can go on with it ({error}): delete it") from None
@@ -178,7 +178,8 @@ def write_lines(path: Path, lines: Iterable[bytes], *, compress: bool = False) -
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n"
+    # UTF-8 has no half surrogate pairs; backslashreplace writes them as the escapes of JSON.
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _differences(before: Any, now: Any, path: str = "") -> list[str]:

@@ -86,7 +86,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     passed: Counter[str] = Counter()
     for chunk in chunks(rows(), CHUNK_PROMPTS):
-        whole = [r.samples for r in answers.encode(chunk)] if answers else [()] * len(chunk)
+        # With a turn left out there is no telling which answer a sample holds.
+        whole = [() if r.rejections else r.samples for r in answers.encode(chunk)] if answers else [()] * len(chunk)
         for row, result, samples in zip(chunk, encoder.encode(chunk), whole, strict=True):
             passed.update(rejection.reason for rejection in result.rejections)
             passed["in the other split"] += not (result.samples or result.rejections)
@@ -107,7 +108,7 @@ def _read(path: Path) -> Iterator[Row]:
     """The rows of a file; a bare prompt is a conversation of one question."""
     if path.suffix == ".txt":
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, ValueError) as error:
             raise DataInvalid(f"{path}: cannot be read: {error}") from error
         return (_question(Row(n, {"prompt": line})) for n, line in enumerate(lines, 1) if line.strip())

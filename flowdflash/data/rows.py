@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 from flowdflash.errors import DataInvalid
 
 BLOCK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 14
+"""Read at once of compressed data, which may grow a thousandfold."""
 CHUNK_ROWS = 1000
 CHUNK_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
@@ -209,14 +211,12 @@ def _inflated(file: BinaryIO, decoder: Callable[[], Any], path: Path) -> Iterato
     """Members of a gzip file or frames of a zstd file, one after the other, as ``cat`` joins them."""
     stream: Any = None
     try:
-        while data := file.read(BLOCK_BYTES):
-            while data:
+        while data := file.read(PACKED_BYTES):
+            # Tape blocks and some tools pad a file with zeros, which start no member.
+            while data := data if stream else data.lstrip(b"\0"):
                 stream = stream or decoder()
                 yield stream.decompress(data), False
-                data = b""
-                if stream.eof:
-                    # Tape blocks and some tools pad a file with zeros, which start no member.
-                    data, stream = stream.unused_data.lstrip(b"\0"), None
+                data, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
     except (zlib.error, _zstd_error()) as error:
         raise DataInvalid(f"{path}: damaged compressed data: {error}; fetch or write the file again") from error
     if stream is not None:

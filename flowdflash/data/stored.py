@@ -131,7 +131,8 @@ class StoredSource(Source):
             raise DataInvalid(
                 f"{name}: no usable row among {books.rows_read} ({why})"
                 + (f"; the first: {first}" if first else "")
-                + f"; all are in {rejects}; correct the rows, or change max_length or the split"
+                + (f"; all are in {rejects}" if books.rejected else "")
+                + "; correct the rows, or change max_length or the split"
             )
         training = getattr(self.config, "task", "train") == "train"
         if training and books.supervised_tokens in (0, books.tokens):

@@ -39,7 +39,7 @@ class GateResult:
 
     Attributes:
         steps, loss, accuracy: optimizer steps taken, and the last one's loss and share of right slots.
-        block_size: of the draft.
+        span: most tokens that a pass can commit.
         produced: tokens committed by each pass of the target on the row's prompt.
         tau: their mean, the last pass left out, which the end of the text cuts short.
         passed: every pass but the last committed a full block.
@@ -48,7 +48,7 @@ class GateResult:
     steps: int
     loss: float
     accuracy: float
-    block_size: int
+    span: int
     produced: tuple[int, ...]
     tau: float
     passed: bool
@@ -82,6 +82,8 @@ def overfit(
     forward = graph.nodes[drafters[0].inputs[0].source] if len(drafters) == 1 else None
     if forward is None or forward.kind != "target-forward":
         raise FlowdflashError("the gate needs a pipeline with one drafter that reads from a target-forward stage")
+    if new_tokens < (least := graph.returned.get(drafters[0].name, {}).get("span", 0) + 2):
+        raise FlowdflashError(f"an answer of {new_tokens} tokens holds no whole block and more: take {least} or more")
     report.info("overfit gate: one prompt, and the target's greedy answer")
     (sample, *_), _ = samples(graph, 1, cache_dir, report, seed)
     prompt = sample.ids[: sample.start].tolist()
@@ -107,11 +109,9 @@ def overfit(
         config, draft = load_zlab(exported)
     draft.to(target.device, torch.float32).eval()
     (result,) = speculative_decode(target.model, draft, [prompt], max_new_tokens=new_tokens)
-    whole = result.produced[:-1]
-    passed = bool(whole) and set(whole) == {config.block_size} and result.tokens == answer
-    return GateResult(
-        record.step, record.loss, record.accuracy, config.block_size, result.produced, mean(whole), passed
-    )
+    whole, span = result.produced[:-1], config.span(config.block_size)
+    passed = bool(whole) and set(whole) == {span} and result.tokens == answer
+    return GateResult(record.step, record.loss, record.accuracy, span, result.produced, mean(whole), passed)
 
 
 def _opened(node: Node, ctx: OpenContext, closing: ExitStack, changes: dict[str, Any]) -> Any:

@@ -63,9 +63,10 @@ class Patient:
     ) -> None:
         self.folder = find_draft(path.resolve())
         self.cache_dir, self.report, self.device = cache_dir, report, device
-        self.checkpoint = self.folder.parent if self.folder.name == "draft" else None
-        self.run_dir = self.folder.parents[2] if (self.folder.parents[2] / "run.json").is_file() else None
-        self.run_dir = self.run_dir if self.checkpoint else None
+        beside, run = self.folder.parent, self.folder.parent.parent.parent
+        self.run_dir = run if self.folder.name == "draft" and (run / "run.json").is_file() else None
+        saved = self.run_dir or (self.folder.name == "draft" and (beside / "checkpoint.json").is_file())
+        self.checkpoint = beside if saved else None
         self.graph: Graph | None = None
         self.no_pipeline = "the draft does not lie in a run of flowdflash"
         self.seed = 0
@@ -241,7 +242,10 @@ class Patient:
     @cached_property
     def known_rows(self) -> list[Row]:
         """Rows of the kind that the draft was made for; empty where none are known."""
-        return self.trained_on or (self.answered if self.held_out else [])
+        if self.trained_on or not self.held_out:
+            return self.trained_on
+        # An answer of a single token holds no block.
+        return [row for row in self.answered if len(row.ids) > row.start + 1]
 
     @cached_property
     def fitting(self) -> Fitting:

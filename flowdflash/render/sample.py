@@ -49,13 +49,11 @@ def spans(ids: IntArray, mask: np.ndarray[Any, Any], tokenizer: Any) -> Iterator
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    before = ""
-    for start, end in pairwise(cuts):
-        # A token by itself may decode to something else than it does after the others.
-        text = decoded(ids[:end])
+    for last, (start, end) in zip([0, *cuts], pairwise(cuts), strict=False):
+        # A token by itself may decode to something else than it does after others.
+        before, text = decoded(ids[last:start]), decoded(ids[last:end])
         own = text[len(before) :] if text.startswith(before) else decoded(ids[start:end])
         yield Span(own, bool(mask[start]), bool(special[start]))
-        before = text
 
 
 def visible(text: str) -> str:

@@ -193,7 +193,7 @@ class _Execution:
             if self._resume is not None:
                 restore_planning(stages, self._run_dir.path)
             if stages.shape is not None and stages.shape.measured:
-                self._wiring.planner.shape = self._measured(stages.shape)
+                planner.shape = self._wiring.planner.shape = self._measured(stages.shape)
             if not stages.source.streaming:
                 self._plan = plan_epochs(planner)
                 self._wiring.plan = summarise(self._plan)

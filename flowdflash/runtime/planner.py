@@ -112,7 +112,10 @@ class Planner:
         number, total = 0, 0
         for samples in self._tables():
             self.samples_taken += len(samples)
-            pool = read_only(leftover.joined(samples) if leftover is not None else samples)
+            pool = leftover.joined(samples) if leftover is not None else samples
+            if self.shape is not None:
+                pool = replace(pool, anchor_cost=self.shape.anchor_cost(pool))
+            pool = read_only(pool)
             batches, leftover = self._batches(pool, number)
             order = self._order(batches, ordered, number)
             if len(order) and not samples.last:
@@ -172,8 +175,6 @@ class Planner:
                     check_table(table, unfinished, kind, name)
             if table is None:
                 break
-            if self.shape is not None:
-                table = replace(table, anchor_cost=self.shape.anchor_cost(table))
             yield table
             unfinished = None if table.last else table
         if unfinished is not None:

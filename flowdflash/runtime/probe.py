@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from flowdflash.errors import FlowdflashError
 from flowdflash.graph import Graph, Node
 from flowdflash.items import BatchInfo, FloatArray, TokenBatch
 from flowdflash.runtime.draft_shape import DraftShape
@@ -56,7 +57,8 @@ def _solve(sizes: FloatArray, secs: FloatArray) -> tuple[float, float]:
     """Seconds per token and per anchor, by least squares; an anchor that is lost in the noise costs nothing."""
     token_secs, anchor_secs = np.linalg.lstsq(sizes, secs, rcond=None)[0].tolist()
     if token_secs <= 0:
-        raise ValueError(f"times of {secs.tolist()} s cannot be explained by tokens and anchors {sizes.tolist()}")
+        text = f"times of {secs.tolist()} s cannot be explained by tokens and anchors {sizes.tolist()}"
+        raise FlowdflashError(f"{text}; try again on an idle machine, or give anchor_cost_tokens a number")
     return token_secs, max(anchor_secs, 0.0)
 
 

@@ -23,7 +23,7 @@ from flowdflash.runtime.worker import Work
 from flowdflash.stage import Drafter, Generator, Sink, Stage, TargetForward
 
 MOST_RECORDS = 256
-"""Most records that a checkpoint holds."""
+"""Records that a checkpoint holds: a sink of records may be so far behind, in its edge and in itself, and lose none."""
 
 
 class PlanWork(Work):
@@ -196,17 +196,20 @@ class DraftWork(ComputeWork):
         self._place, self._shares = place, shares
         self._at_boundary = True
         self._in_records = 0
-        # As many as a sink of records may be behind when a checkpoint is taken: waiting, in work, and just made.
-        behind = max((o.channel.capacity for o in outlets if issubclass(StepRecord, o.payload)), default=0)
-        self._recent: deque[StepRecord] = deque(maxlen=min(behind + 2, MOST_RECORDS))
+        self._recent: deque[StepRecord] = deque(maxlen=MOST_RECORDS)
         self.interrupted = self.cut_short = False
 
     def begin(self) -> Iterable[Any]:
         """What there is before the first batch; in a run that is resumed, the checkpoint to go on from."""
-        if self._resume is None or self._resume.newest is None:
+        resume, self._resume = self._resume, None
+        if resume is None or resume.newest is None:
             return self._outputs(self._drafter.begin(), "begin")
-        self._recent.extend(take_up(self._drafter, self._resume, self._outlets))
+        self._recent.extend(take_up(self._drafter, resume, self._outlets))
         return ()
+
+    def turn(self, waited: Callable[[], None]) -> AbstractContextManager[None]:
+        """None while a run is taken up: its sinks may need theirs before they can take what they are given."""
+        return super().turn(waited) if self._resume is None else Work.turn(self, waited)
 
     def over(self) -> bool:
         """The drafter wants no more, or it was asked to stop and no window is open."""
@@ -322,7 +325,8 @@ class SinkWork(ComputeWork):
         if self._unsaved is not None:
             self._warn(f"{self.stage}: step {self._unsaved[0].step} was not saved; trying step {item.step}")
         try:
-            self._sink.write(item)
+            if isinstance(self._sink.write(item), Iterator):
+                raise PluginBroken(self._sink.type, f"{self.stage!r}: write() of a checkpoint must not be a generator")
         except OSError as error:
             self._unsaved = item, error
             self._warn(f"{self.stage}: the checkpoint of step {item.step} could not be saved: {error}")

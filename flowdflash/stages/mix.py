@@ -179,14 +179,11 @@ class Mix(Source):
         """
         pool, total = self._pools[number], sum(len(pool.samples) for pool in self._pools)
         passes, places = np.divmod(np.arange(epoch * pool.taken, (epoch + 1) * pool.taken), len(pool.samples))
-        rows = np.concatenate(
-            [
-                np.random.default_rng([*self._draw, number, turn, 1]).permutation(len(pool.samples))[
-                    places[passes == turn]
-                ]
-                for turn in range(int(passes[0]), int(passes[-1]) + 1)
-            ]
-        )
+        turns = range(int(passes[0]), int(passes[-1]) + 1)
+        orders = [
+            np.random.default_rng([*self._draw, number, turn, 1]).permutation(len(pool.samples)) for turn in turns
+        ]
+        rows = np.concatenate(orders)[places[0] :][: pool.taken]
         ids = (passes - passes[0]) * total + pool.first_id + rows
         return ids, pool.samples.lengths[rows], pool.samples.supervised[rows]
 

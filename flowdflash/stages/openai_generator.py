@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from flowdflash.data.chat import SURROGATE
 from flowdflash.errors import DataInvalid, FlowdflashError
 from flowdflash.generation import (
     Message,
@@ -116,6 +117,8 @@ class OpenAIGenerator(Generator):
             self._key = os.environ.get(config.api_key_env, "").strip()
             if not self._key:
                 raise FlowdflashError(f"environment variable {config.api_key_env} is not set (set it to the API key)")
+            if not (self._key.isascii() and self._key.isprintable()):  # the client would repeat it in its error
+                raise FlowdflashError(f"environment variable {config.api_key_env} is no plain text (set it anew)")
         self._report = ctx.report
         self._seed = ctx.seed if config.seed == "pipeline" else config.seed
         self._fixed = {"model": config.model, "max_tokens": config.max_new_tokens, "temperature": config.temperature}
@@ -219,8 +222,9 @@ class OpenAIGenerator(Generator):
 
     def _said(self, response: httpx.Response) -> str:
         """Status and what the server says of it; never the key, whatever is sent back."""
-        text = f"status {response.status_code} {' '.join(response.text.split())[:300]}".strip()
-        return text.replace(self._key, "***") if self._key else text
+        text = " ".join(response.text.split())
+        text = text.replace(self._key, "***") if self._key else text
+        return f"status {response.status_code} {text[:300]}".strip()
 
     def _read(self, response: httpx.Response) -> Answer | str:
         """The answer in a response, or why there is none."""
@@ -239,7 +243,8 @@ class OpenAIGenerator(Generator):
             return Answer("", tokens, rejected="answered by a tool call")
         if ended not in FINISH:
             return Answer("", tokens, rejected=f"finish_reason {ended}")
-        return Answer(text, tokens, FINISH[ended], reasoning)
+        # JSON may bring half a surrogate pair, where an answer was cut; no UTF-8 writer takes it.
+        return Answer(SURROGATE.sub("\ufffd", text), tokens, FINISH[ended], SURROGATE.sub("\ufffd", reasoning))
 
     def close(self) -> None:
         """Hang up."""

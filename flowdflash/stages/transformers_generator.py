@@ -118,7 +118,7 @@ class TransformersGenerator(Generator):
 
         answers = answer_in_turn(rows, ask)
         self._secs += time.monotonic() - started
-        for answer in (answer for turns in answers for answer in turns):
+        for answer in (answer for turns in answers for answer in turns if not answer.rejected):
             self._responses += 1
             self._tokens += answer.tokens
             self._cut += answer.finish_reason == "length"

@@ -50,6 +50,8 @@ class DraftTraining:
             check.refuse("max_skipped", "nothing is skipped with on_nonfinite: stop", "set skip_step, or remove it")
         if facts.get("packed") and cfg.anchor_slots == "fixed":
             check.refuse("anchor_slots", "a packed row has as many anchors as its samples need", "use tight")
+        if facts.get("packed") and cfg.compile:
+            check.refuse("compile", "packed rows of other numbers of samples would each be compiled anew", "remove it")
         if cfg.attention == "flex" and cfg.device == "cpu":
             check.refuse("attention", "flex cannot train on a CPU", "use auto or sdpa")
         for option, owner in (("gamma", "decay"), ("alpha", "dpace")):
@@ -181,6 +183,8 @@ class DraftTraining:
         self.pause_secs += pause_secs
         self.last_checkpoint = self.steps
         provenance = {"target": self.ctx.facts["model"], "step": self.steps}
+        if template := self.ctx.facts.get("template_options"):
+            provenance["template_options"] = dict(template)
         return Checkpoint(
             step=self.steps,
             epoch=self.epoch,

@@ -109,11 +109,12 @@ class Trainer:
         self.draft.compile(dynamic=True)
         try:
             for rows in (2, 1):
-                ids = torch.zeros(rows, S, dtype=torch.long, device=self.device)
+                # The mask token is in every training vocabulary.
+                ids = torch.full((rows, S), config.mask_token_id, device=self.device)
                 anchors = torch.tensor([[1, 2, 3]], device=self.device).expand(rows, -1)
                 states = torch.zeros(rows, S, width + config.hidden_size, dtype=self.dtype, device=self.device)
                 lengths = torch.full((rows,), S, device=self.device)
-                inputs = (ids, ids == 0, lengths, anchors, anchors > 0)
+                inputs = (ids, ids >= 0, lengths, anchors, anchors > 0)
                 self._backward(*inputs, states[..., :width].contiguous(), states[..., width:])
         except Exception as error:  # whatever the compiler, its C++ or its CUDA tools raise
             cause = getattr(error, "inner_exception", error)

@@ -115,10 +115,10 @@ class CheckpointSink(Sink):
         """Another checkpoint is on its way to the disk and this one is not to wait. Asked several times per step."""
         if self.config.when_busy == "wait":
             return False
-        if self.due - {step}:
+        if others := self.due - {step}:  # once: the thread that writes takes its step out meanwhile
             if step not in self.skipped:
                 self.skipped.add(step)
-                self.report.warn(f"checkpoint of step {step} skipped: that of step {max(self.due)} is being written")
+                self.report.warn(f"checkpoint of step {step} skipped: that of step {max(others)} is being written")
             return True
         self.due.add(step)
         self.skipped.discard(step)

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from flowdflash.errors import FlowdflashError
 from flowdflash.items import StepRecord
+from flowdflash.journal import cut_back
 from flowdflash.plugin import hookimpl
 from flowdflash.secrets import hidden
 from flowdflash.stage import Check, OpenContext, Sink, StageConfig
@@ -30,8 +31,8 @@ INIT_TIMEOUT_SECS = 60
 FINISH_TIMEOUT_SECS = 120
 """How long to wait for uploads at the end of a run: a dead network must not keep a finished run from ending."""
 
-MOST_WAITING = 1000
-"""Records that may wait for W&B to take them; training is never kept waiting for it."""
+MOST_WAITING = 200
+"""Records that may wait for W&B to take them: fewer than a checkpoint holds, so that a killed run loses none."""
 
 
 class WandbSink(Sink):
@@ -99,6 +100,7 @@ class WandbSink(Sink):
         if ctx.resumed_at_step is not None:
             before = Progress.read(self._progress)
             self._last_step, self._series = before.step, Series(before.dispatched)
+            cut_back(self._spill, max(before.step, ctx.resumed_at_step))
         self._wandb = _import_wandb()
         try:
             self._run = self._start(ctx)

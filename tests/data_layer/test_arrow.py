@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,8 +83,10 @@ def test_null_inside_a_row_of_a_table_counts_as_absent(open_source: Open, tmp_pa
 
 def test_columns_that_json_has_no_values_for_reach_rejects_and_prompts(open_source: Open, tmp_path: Path) -> None:
     rows = [{**say("hi"), "when": datetime.date(2024, 5, 1), "raw": b"\xff"}, {"messages": [], "raw": b"\xff"}]
+    rows[0] |= {"score": math.nan, "scores": [1.0, math.inf]}
     source = open_source(parquet(tmp_path / "rows.parquet", rows), type=ChatParquet, task="generate")
     assert source.row(0)["when"] == "2024-05-01"
+    assert source.row(0)["score"] is None and source.row(0)["scores"] == [1.0, None]
     (line,) = (tmp_path / "run" / "corpus" / "rejects.jsonl").read_text().splitlines()
     assert json.loads(line)["row"]["raw"] == "b'\\xff'"
 

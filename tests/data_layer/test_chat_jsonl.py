@@ -118,6 +118,8 @@ def test_only_bad_rows_are_an_error_that_counts_and_lists_them(open_source: Open
     ):
         open_source([{"messages": []}] * 2)
     assert len((tmp_path / "run" / "corpus" / "rejects.jsonl").read_text().splitlines()) == 2
+    with pytest.raises(DataInvalid, match=r"\(3 in the other part of the split\); correct the rows"):
+        open_source(GOOD, split="held_out", held_out_share=1e-9)
 
 
 def test_long_rows_are_rejected_before_bucketing(open_source: Open) -> None:

@@ -86,6 +86,14 @@ def test_all_exhausted_shows_every_sample_and_keeps_the_shares(plugins: Plugins,
     assert len(set(table.ids.tolist())) == 15  # a sample that comes again has another id
 
 
+@pytest.mark.timeout(20)
+def test_small_source_beside_a_big_one_costs_no_more_than_its_samples(plugins: Plugins, tmp_path: Path) -> None:
+    mix = opened(plugins, tmp_path, {"few": made(2, 1), "many": made(200_000, 1)}, stop="all_exhausted")
+    (table,) = mix.epochs()
+    counts = np.bincount(table.ids % 200_002)
+    assert counts[:2].tolist() == [100_000, 100_000] and set(counts[2:].tolist()) == {1}
+
+
 def test_samples_of_a_source_come_again_only_when_all_have_come(plugins: Plugins, tmp_path: Path) -> None:
     mix = opened(plugins, tmp_path, {"few": made(2, 1), "many": made(7, 1)}, epochs=7)
     seen: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from flowdflash.data.prompts import load_prompts
 from flowdflash.errors import DataInvalid
 from flowdflash.stages.chat_jsonl import ChatJsonl
 
-from .fixtures import say, write_rows
+from .fixtures import HEAD, PROMPT, make_tokenizer, say, write_rows
 
 
 def test_prompts_are_what_serving_would_tokenise(tmp_path: Path, tokenizer: Any) -> None:
@@ -69,3 +69,20 @@ def test_an_answer_comes_with_all_that_stands_before_it(tmp_path: Path, tokenize
     assert prompt.answered is not None and prompt.answered[0][prompt.answered[1] :].tolist() == [*b"ddd"]
     assert all(prompt.answered is None for prompt in load_prompts(path, tokenizer))
     assert prompts[1].input_ids.tolist() == prompts[2].input_ids.tolist(), "a bare prompt is a question"
+
+
+def test_text_file_has_a_prompt_a_line_whatever_else_is_in_it(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone\r\n\ntwo\u2028lines\n".encode())
+    prompts = load_prompts(path, tokenizer)
+    told = [(prompt.text, prompt.place) for prompt in prompts]
+    assert told == [("one", f"{path}:1"), ("two\u2028lines", f"{path}:3")]
+
+
+def test_answer_of_another_turn_is_never_taken_for_one_that_was_left_out(tmp_path: Path) -> None:
+    earlier = "m['role'] == 'assistant' and not loop.last"
+    turn = "{{ m['content'] | upper if " + earlier + " else m['content'] }}"
+    tokenizer = make_tokenizer("{% for m in messages %}" + HEAD + turn + "{% endfor %}" + PROMPT)
+    rows = [say("a", "b", "c", "dd"), say("a", "bb", "c", "dd")]  # one token without an end token teaches nothing
+    left_out, kept = load_prompts(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, answer_tokens=20)
+    assert left_out.answered is None and kept.answered is not None

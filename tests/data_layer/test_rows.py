@@ -44,6 +44,14 @@ def test_compression_is_told_by_leading_bytes_and_not_by_name(tmp_path: Path, pa
 
 def test_padding_after_a_gzip_member_is_no_damage(tmp_path: Path) -> None:
     assert len(read(tmp_path, gzip.compress(THREE) + b"\0" * 512)) == 3
+    assert len(read(tmp_path, gzip.compress(THREE) + b"\0" * (3 << 20) + gzip.compress(THREE))) == 6
+
+
+def test_data_that_grows_a_thousandfold_is_unpacked_in_small_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(gzip.compress(b"\n" * (48 << 20)))
+    sizes = [len(block) for block, _ in module._blocks(path, None)]
+    assert sum(sizes) == 48 << 20 and max(sizes) <= 20 << 20
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
@@ -143,8 +151,11 @@ def test_block_size_never_changes_the_rows(
 ) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_bytes("\n".join(json.dumps(text) for text in texts).encode())
-    before, module.BLOCK_BYTES = module.BLOCK_BYTES, block
+    packed = path.with_name("rows.gz")
+    packed.write_bytes(b"".join(gzip.compress(line + b"\n") for line in path.read_bytes().split(b"\n")) + b"\0" * 99)
+    before = module.BLOCK_BYTES, module.PACKED_BYTES
+    module.BLOCK_BYTES = module.PACKED_BYTES = block
     try:
-        assert [row.value for row in read_jsonl(path)] == texts
+        assert [row.value for row in read_jsonl(path)] == [row.value for row in read_jsonl(packed)] == texts
     finally:
-        module.BLOCK_BYTES = before
+        module.BLOCK_BYTES, module.PACKED_BYTES = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def test_i1_holds_for_other_targets(make_target: Make, make_draft: Make, options
     prompts = prompts_of((4, 1, 9), 3)
     results = speculative_decode(target, draft, prompts, max_new_tokens=16)
     assert [r.tokens for r in results] == greedy(target, prompts, max_new_tokens=16)
+
+
+@pytest.mark.timeout(60)
+def test_w9_a_mask_token_that_the_target_generates_stays_in_the_output(make_target: Make, make_draft: Make) -> None:
+    target, prompts = make_target(0, **TINY), prompts_of((4, 9, 1), 0)
+    wanted = greedy(target, prompts, max_new_tokens=16)
+    for mask in {token for tokens in wanted for token in tokens}:
+        draft = tiny_draft(make_draft).requires_grad_(False)
+        draft.config = replace(draft.config, mask_token_id=mask)
+        results = speculative_decode(target, draft, prompts, max_new_tokens=16)
+        assert [r.tokens for r in results] == wanted, f"mask token {mask}"
+        assert all(sum(r.produced) == 15 for r in results)
 
 
 @pytest.mark.timeout(60)

@@ -91,6 +91,12 @@ def test_an_older_answer_is_replaced_and_earlier_turns_stay(tmp_path: Path) -> N
     assert row["messages"][-1] is old, "the row of the batch is not changed"
 
 
+def test_half_a_surrogate_pair_in_another_key_stays_as_it_was(tmp_path: Path) -> None:
+    row = {"messages": [USER], "title": "é \ud83d"}
+    written(tmp_path / "out.jsonl", tmp_path, [generated(0, ["new", ""], rows=[row, row])])
+    assert lines(tmp_path / "out.jsonl")[0]["title"] == rejects(tmp_path)[0]["row"]["title"] == row["title"]
+
+
 def test_a_second_epoch_adds_responses_of_its_own(tmp_path: Path) -> None:
     written(tmp_path / "out.jsonl", tmp_path, [generated(0, ["b"], seq=1, epoch=1), generated(0, ["a"])])
     assert [row["messages"][-1]["content"] for row in lines(tmp_path / "out.jsonl")] == ["a", "b"]
@@ -253,6 +259,10 @@ def test_a_damaged_partial_file_is_refused(tmp_path: Path) -> None:
     whole = partial.read_bytes().splitlines(keepends=True)
     for bad in (b"nonsense\n", b"[]\n", b'{"messages": []}\n'):
         partial.write_bytes(b"".join([whole[0], bad, *whole[2:]]))
+        with pytest.raises(DataInvalid, match="damaged"):
+            opened(path, tmp_path, batches=3)
+    for lines_left in (whole[1:], whole[:1] * 2):
+        partial.write_bytes(b"".join(lines_left))
         with pytest.raises(DataInvalid, match="damaged"):
             opened(path, tmp_path, batches=3)
 

@@ -183,6 +183,7 @@ def test_a_turn_that_no_longer_fits_the_model_ends_its_conversation_by_name(tmp_
     ((good, refused),) = generator.generate(batch_of([first], kept=[{"messages": users}])).answers
     assert good.text == "x"
     assert (refused.rejected, refused.tokens) == ("longer than max_length", 0) and "tokens" in refused.detail
+    assert generator.summary()["responses"] == 1
     generator.close()
 
 
