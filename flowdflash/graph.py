@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import networkx as nx
 
@@ -96,6 +96,30 @@ class Graph:
         return tuple(
             sorted((node for node in self.nodes.values() if node.name in distance), key=lambda n: distance[n.name])
         )
+
+
+class Checked(Protocol):
+    """A checked pipeline, as far as a run and a comparison of two need it."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def graph(self) -> Graph:
+        """Its stages."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+
+    @property
+    def ordering(self) -> str:
+        """``plan`` or ``arrival``."""
+
+    @property
+    def stall_secs(self) -> float:
+        """How long nothing may move before a person is told; 0 for ever."""
 
 
 def downstream_fact(graph: Graph, name: str, fact: str) -> Any:

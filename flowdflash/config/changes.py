@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
-from flowdflash.graph import Graph, Node
-
-
-class Checked(Protocol):
-    """A checked pipeline."""
-
-    @property
-    def graph(self) -> Graph:
-        """Its stages."""
-
-    @property
-    def seed(self) -> int:
-        """Its seed."""
-
-    @property
-    def ordering(self) -> str:
-        """``plan`` or ``arrival``."""
-
-    @property
-    def stall_secs(self) -> float:
-        """When a person is told of a stall."""
+from flowdflash.graph import Checked, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from flowdflash.cache import cache_dir as user_cache_dir
 from flowdflash.errors import StageFailed
-from flowdflash.graph import Graph, Node
+from flowdflash.graph import Checked, Node
 from flowdflash.runtime.channel import ChannelAborted
 from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import Ledger
@@ -40,32 +40,8 @@ SAVE_GRACE_SECS = 60.0
 """How long a thread that is writing a checkpoint may go on after that."""
 
 
-class Runnable(Protocol):
-    """What a run needs of a pipeline."""
-
-    @property
-    def graph(self) -> Graph:
-        """The checked graph."""
-
-    @property
-    def seed(self) -> int:
-        """Of everything random."""
-
-    @property
-    def ordering(self) -> str:
-        """``plan`` or ``arrival``."""
-
-    @property
-    def stall_secs(self) -> float:
-        """How long nothing may move before a person is told; 0 for ever."""
-
-    @property
-    def name(self) -> str:
-        """Of the pipeline."""
-
-
 def execute(
-    pipeline: Runnable,
+    pipeline: Checked,
     plugins: Notifier | None,
     run: RunDir,
     *,
@@ -106,7 +82,7 @@ class _Execution:
 
     def __init__(
         self,
-        pipeline: Runnable,
+        pipeline: Checked,
         plugins: Notifier | None,
         run: RunDir,
         report: Report,
