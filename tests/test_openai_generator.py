@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,6 +37,7 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.reply: Callable[[dict[str, Any]], Reply | None] = lambda body: completion(last(body))
+        self.trickle: threading.Event | None = None
         self.lock = threading.Lock()
         server = self
 
@@ -47,6 +49,13 @@ class Server:
                 with server.lock:
                     server.requests.append(body)
                     server.headers.append({"path": self.path, **{k.lower(): v for k, v in self.headers.items()}})
+                if server.trickle:  # headers, and then a byte now and again
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                    with suppress(OSError):  # the other side has hung up
+                        while not server.trickle.wait(0.02):
+                            self.wfile.write(b" ")
+                    self.close_connection = True
+                    return
                 reply = server.reply(body)
                 if reply is None:  # cut off in the middle of an answer
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
@@ -135,6 +144,7 @@ def test_answers_come_in_the_order_of_the_prompts_with_the_tokens_the_server_cou
         "model": "m",
         "max_tokens": 9,
         "temperature": 0.0,
+        "repetition_penalty": 1.0,
         "messages": [{"role": "user", "content": "a"}],
     }
     summary = made.summary()
@@ -179,10 +189,24 @@ def test_sampling_is_seeded_per_row_whatever_the_batch(server: Server) -> None:
     assert len(set(seeds.values())) == 2 and all(0 <= seed < 1 << 31 for seed in seeds.values())
     body = server.requests[0]
     assert (body["temperature"], body["top_p"], body["top_k"]) == (0.7, 0.9, 40)
+    assert (body["min_p"], body["repetition_penalty"]) == (0.0, 1.0)
     answered(stage(server.url, **options), batch("b", first_id=1))
     assert server.requests[-1]["seed"] == seeds["b!"]
     answered(stage(server.url, **options), batch("b", first_id=1), seed=8)
     assert server.requests[-1]["seed"] != seeds["b!"]
+
+
+def test_no_default_of_the_server_decides_how_it_samples(server: Server) -> None:
+    made = stage(server.url, temperature=1.0)
+    answered(made, batch("a"))
+    sent = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert sent.items() <= server.requests[0].items()
+    assert sent.items() <= made.summary()["request"].items()
+    bare = stage(server.url, temperature=1.0, extensions=False)
+    answered(bare, batch("a"))
+    assert server.requests[1].keys() == {"model", "max_tokens", "temperature", "top_p", "seed", "messages"}
+    answered(stage(server.url, extensions=False), batch("a"))
+    assert server.requests[2].keys() == {"model", "max_tokens", "temperature", "messages"}
 
 
 def test_tools_and_switches_of_the_template_are_sent(server: Server) -> None:
@@ -241,6 +265,17 @@ def test_what_may_pass_is_tried_again_with_longer_and_longer_waits(
     assert waits == [1.5, 3.0, 6.0, 7.5], "2, 4, 8, 10 seconds, less a quarter"
     assert made.summary()["retries"] == 4
     assert server.requests == [server.requests[0]] * 5
+
+
+def test_an_answer_must_be_whole_within_the_time_however_it_trickles_in(server: Server, waits: list[float]) -> None:
+    server.trickle = done = threading.Event()
+    made = stage(server.url, timeout_secs=0.3, retries=1)
+    try:
+        with pytest.raises(FlowdflashError, match=r"in 2 tries, at last: no answer within timeout_secs, 0\.3"):
+            answered(made, batch("a"))
+    finally:
+        done.set()
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("header", ["7", formatdate(1_000_007, usegmt=True)])
@@ -324,6 +359,7 @@ def test_half_a_surrogate_pair_in_an_answer_does_not_end_the_conversation(server
         ({"base_url": "http://me:secret@host/v1"}, {}, "base_url"),
         ({"base_url": "http://host:99999/v1"}, {}, "base_url"),
         ({"top_p": 0.5}, {}, "top_p"),
+        ({"temperature": 1.0, "top_k": 5, "extensions": False}, {}, "top_k"),
         ({}, {"task": "train"}, ""),
         ({"first_wait_secs": 300}, {}, "first_wait_secs"),
     ],

@@ -19,7 +19,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def shown(tmp_path: Path, model: Path, rows: list[Any], *options: object, code: int = 0) -> Any:
+def shown(tmp_path: Path, model: object, rows: list[Any], *options: object, code: int = 0) -> Any:
     path = write_rows(tmp_path / "rows.jsonl", rows)
     result = invoke("show", path, "--tokenizer", model, *options, cache=tmp_path / "cache")
     assert result.exit_code == code, result.stderr
@@ -123,3 +123,22 @@ def test_template_that_rewrites_earlier_turns_shows_every_sample(tmp_path: Path,
     told = shown(tmp_path, model, [say("q", "<think>ab</think>a", "r", "<think>cd</think>b")]).stdout
     assert ", sample 1 of 2: " in told and ", sample 2 of 2: " in told
     assert told.count("⟦<think>") == 2
+
+
+def test_tokenizer_of_a_folder_is_found_from_where_the_command_is_given(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path, "./model", [say("hi", "hello")]).stdout.count("⟦hello<|im_end|>⟧") == 1
+    tiny = Path(__file__).resolve().parents[1] / "pipelines" / "tiny.yaml"
+    assert "supervised (" in invoke("show", tiny, "--tokenizer", "./model", cache=tmp_path / "cache").stdout
+    result = invoke("show", "rows.jsonl", "--tokenizer", "./nowhere", cache=tmp_path / "cache")
+    assert result.exit_code == 1 and str(tmp_path / "nowhere") in result.stderr
+
+
+def test_prompts_are_shown_with_nothing_supervised(tmp_path: Path, model: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi"}])
+    pipeline = Path(__file__).resolve().parents[1] / "pipelines" / "regenerate.yaml"
+    told = invoke("show", pipeline, "--set", f"vars.prompts={rows}", "--set", f"vars.model={model}", cache=tmp_path)
+    text = "<|im_start|>user↵\nhi<|im_end|>↵\n<|im_start|>assistant↵\n\n"
+    assert told.stdout == f"{rows}:1: 21 tokens, 0 supervised (0.0%), not cut\n{text}", told.stderr

@@ -91,26 +91,20 @@ def _of_pipeline(
 
 def _of_file(path: Path, tokenizer: str | None) -> tuple[Source, str]:
     """The source that reads a file: told by its first bytes and its first row, not by its name."""
+    from flowdflash.data.arrow import is_parquet
     from flowdflash.data.rows import read_jsonl
-    from flowdflash.errors import DataInvalid
     from flowdflash.stages.chat_jsonl import ChatJsonl
     from flowdflash.stages.chat_parquet import ChatParquet
     from flowdflash.stages.tokens import Tokens
     from flowdflash.target.catalogue import FETCHED
 
-    ref = tokenizer or FETCHED[0]
-    options = {"path": path, "tokenizer": ref}
-    try:
-        with path.open("rb") as data:
-            parquet = data.read(4) == b"PAR1"
-    except OSError as error:
-        raise DataInvalid(f"{path}: cannot be read: {error.strerror or error}") from error
-    if parquet:
-        return ChatParquet(ChatParquet.Config.model_validate(options)), ref
-    first = next(iter(read_jsonl(path, limit=1)), None)
+    kind: Any = ChatParquet if is_parquet(path) else ChatJsonl
+    first = next(iter(read_jsonl(path, limit=1)), None) if kind is ChatJsonl else None
     if first is not None and isinstance(first.value, dict) and "input_ids" in first.value:
-        return Tokens(Tokens.Config.model_validate(options)), ref
-    return ChatJsonl(ChatJsonl.Config.model_validate(options)), ref
+        kind = Tokens
+    options = {"path": path, "tokenizer": tokenizer or FETCHED[0]}
+    config = kind.Config.model_validate(options, context={"base": Path()})
+    return kind(config), config.tokenizer
 
 
 def show(source: Source, row: int, ref: str, ctx: OpenContext) -> list[Shown]:

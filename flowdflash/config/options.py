@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flowdflash.config.resolve import near
-from flowdflash.config.tree import Node, Table, leaves, locate, plain, shown
+from flowdflash.config.tree import Node, Scalar, Table, child, leaves, locate, plain, shown
 from flowdflash.errors import Problem
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -84,7 +84,7 @@ def validate(
         try:
             by_folder[folder] = _validated(model, node, {"base": folder, "registry": registry})
         except ValidationError as error:
-            _report(error, model, node, path, found, elsewhere)
+            _report(error, model, node, path, found, elsewhere, registry)
             return None
         except KeyboardInterrupt:
             raise
@@ -163,6 +163,7 @@ def _report(
     path: Steps,
     found: Found,
     elsewhere: Callable[[str], str],
+    registry: Any,
 ) -> None:
     faults = []
     for detail in error.errors(include_url=False):
@@ -179,11 +180,11 @@ def _report(
             continue
         if fault.detail["type"] == "missing":
             name = str(fault.detail["loc"][-1])
-            info = fields_of(model_at(model, fault.taken)).get(name)
+            info = _fields_at(model, fault.taken, node, registry).get(name)
             found.add(full, f"{name} is missing", f"{name}: {info.description}" if info else "", key=True)
         elif fault.detail["type"] == "extra_forbidden":
             *above, name = fault.taken
-            hint = _where_to(model, tuple(above), name, elsewhere)
+            hint = _where_to(model, tuple(above), name, elsewhere, _fields_at(model, above, node, registry))
             found.add(full, f"unknown option {shown(name)}", hint, key=True)
         else:
             together.setdefault(full, []).append(fault.detail)
@@ -255,6 +256,17 @@ def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | N
     return here
 
 
+def _fields_at(model: type[BaseModel], path: Sequence[str], node: Node, registry: Any) -> dict[str, Any]:
+    """Options at a path; where a source stands there, those of its type too."""
+    fields = fields_of(model_at(model, path))
+    for step in path:
+        node = child(node, step) or node
+    named = node.entries.get("type") if isinstance(node, Table) and "type" in fields else None
+    if registry and isinstance(named, Scalar) and named.text and (cls := registry.get("source", named.text)):
+        fields |= fields_of(cls.Config)
+    return fields
+
+
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -262,15 +274,16 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(inner)
 
 
-def _where_to(model: type[BaseModel], above: Steps, name: str, elsewhere: Callable[[str], str]) -> str:
+def _where_to(
+    model: type[BaseModel], above: Steps, name: str, elsewhere: Callable[[str], str], here: Mapping[str, Any]
+) -> str:
     """What an unknown option may have been meant to be: a near name, or an option of something else."""
-    here = model_at(model, above)
-    hints = [near(name, fields_of(here))]
-    inner = [key for key, info in fields_of(here).items() for m in _models(info.annotation) if name in fields_of(m)]
+    hints = [near(name, here)]
+    inner = [key for key, info in here.items() for m in _models(info.annotation) if name in fields_of(m)]
     if inner:
         hints.append(f"it belongs under {inner[0]!r}")
     if above and name in fields_of(model):
         hints.append(f"it belongs one level up, beside {above[0]!r}")
     hints.append(elsewhere(name))
-    known = ", ".join(fields_of(here)) or ("" if above else "none")
+    known = ", ".join(here) or ("" if above else "none")
     return "; ".join(filter(None, hints)) or (f"options here: {known}" if known else "see `flowdflash stages`")

@@ -37,7 +37,7 @@ class Specials:
         special: ``[vocabulary]`` bool by id, the special tokens.
         added: finds the tokens that the tokenizer looks for before anything else, as it does: the longest at a place.
         cutting: texts of those whose place is where their text begins, whatever stands before it.
-        normalise: what the tokenizer does to text before it looks for special tokens that are matched after it.
+        normalise: what the tokenizer does to text before it looks for special tokens that are found only then.
     """
 
     names: frozenset[str]
@@ -56,20 +56,21 @@ class Specials:
         special[ids] = True
         added = [token for token in tokens.values() if not token.normalized]
         texts = sorted((token.content for token in added), key=len, reverse=True)
-        late = backend.normalizer is not None and any(tokens[n].normalized for n in ids)
+        # Merges make no special token of bytes; another model takes what is in its vocabulary, special or not.
+        late = any(tokens[n].normalized for n in ids) or type(backend.model).__name__ != "BPE"
         return cls(
             names,
             special,
             re.compile("|".join(map(re.escape, texts)) or r"(?!)"),
             frozenset(token.content for token in added if not (token.single_word or token.lstrip)),
-            backend.normalizer.normalize_str if late else None,
+            backend.normalizer.normalize_str if late and backend.normalizer else None,
         )
 
     def found_in(self, conversation: Conversation) -> str:
         """The name of a special token that stands in the text of a conversation, or nothing."""
         texts = list(conversation.texts())
         if self.normalise:
-            texts += map(self.normalise, texts)
+            texts += [self.normalise(text) for text in texts]
         everything = "\0".join(texts)
         return next((name for name in self.names if name in everything), "")
 
@@ -164,7 +165,7 @@ class AlignedText:
     def _first_of(self, turn: Turn, prompt: Ids) -> int:
         """The first token of an answer, where the tokens of its prompt end."""
         piece = self._piece_at(turn.prompt_end)
-        if len(prompt) and not np.array_equal(self._pieces[piece].ids[: len(prompt)], prompt):
+        if self._pieces[piece].ids[: len(prompt)].tobytes() != prompt.tobytes():
             text = self.rendering.text
             raise Rejected(
                 "token boundary",

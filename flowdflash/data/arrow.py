@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flowdflash.data.rows import CHUNK_ROWS, NOT_UTF8, Progress, Row
+from flowdflash.data.rows import CHUNK_ROWS, NOT_UTF8, PARQUET, Progress, Row, read_jsonl
 from flowdflash.errors import DataInvalid
 
 UNREADABLE = "value that cannot be read"
-CONVERSATIONS = ("messages", "conversations")
+CONVERSATIONS = ("messages", "conversations", "prompt")
 
 
 def optional(module: str, extra: str, what: str) -> Any:
@@ -27,12 +27,28 @@ def optional(module: str, extra: str, what: str) -> Any:
         raise DataInvalid(f"{what}: reading it needs a package: pip install 'flowdflash[{extra}]' ({error})") from None
 
 
+def is_parquet(path: Path) -> bool:
+    """Does a file begin as Parquet does?"""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(PARQUET)) == PARQUET
+    except OSError as error:
+        raise DataInvalid(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Rows of a file of either format, told apart by its leading bytes."""
+    return read_parquet(path) if is_parquet(path) else read_jsonl(path)
+
+
 def read_parquet(path: Path, *, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
     """Rows of a Parquet file, in order; their ``line`` is the row number from 1, ``limit`` 0 reads all.
 
     Raises:
         DataInvalid: it is no whole Parquet file, or has no column that a conversation could be in.
     """
+    if not is_parquet(path):
+        raise DataInvalid(f"{path}: this is no Parquet file; the source chat_jsonl reads JSONL")
     parquet, errors = (optional(f"pyarrow.{name}", "parquet", str(path)) for name in ("parquet", "lib"))
     try:
         with parquet.ParquetFile(path) as file:
@@ -44,9 +60,11 @@ def read_parquet(path: Path, *, limit: int = 0, progress: Progress | None = None
 
 
 def check_columns(names: Iterable[str], what: str) -> None:
-    """Refuse a table without a column of conversations."""
+    """Refuse a table without a column of conversations or prompts."""
     if not set(CONVERSATIONS) & set(names):
-        raise DataInvalid(f"{what}: no column `messages` or `conversations`; it has {', '.join(names) or 'none'}")
+        raise DataInvalid(
+            f"{what}: no column `messages`, `conversations` or `prompt`; it has {', '.join(names) or 'none'}"
+        )
 
 
 def arrow_rows(tables: Iterable[Any], total: int, *, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """One conversation out of a row, whatever dialect it is written in.
 
 Read are ``messages`` or ``conversations`` with ``role``/``content`` or ``from``/``value`` and the role names human and
-gpt. All dialects give the same conversation; what cannot be read without guessing is rejected under a name.
+gpt; a ``prompt`` alone is a conversation of one question. All dialects give the same conversation; what cannot be read
+without guessing is rejected under a name.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ ROLES = {
 }
 CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools"})
 """Keys of a row that are read here."""
+KEPT_KEYS = {
+    "name": "name",
+    "tool_call_id": "tool_call_id",
+    "reasoning_content": "reasoning_content",
+    "reasoning": "reasoning_content",
+    "thinking": "thinking",
+}
+"""Keys of a message that reach the template besides its role, content and tool calls, and under which name."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 Message = Mapping[str, Any]
 
@@ -58,7 +67,13 @@ class Conversation:
 
     def texts(self) -> Iterator[str]:
         """Every piece of text that came from the row, names of arguments among them."""
-        yield from _strings([*self.messages, *self.tools])
+        for message in self.messages:
+            for value in message.values():
+                if isinstance(value, str):
+                    yield value
+                else:
+                    yield from _strings(value)
+        yield from _strings(self.tools)
 
 
 def read_conversation(value: Any) -> Conversation:
@@ -71,14 +86,12 @@ def read_conversation(value: Any) -> Conversation:
         raise Rejected("row is not an object", f"it is {_kind(value)}")
     entries = _entries(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
-    system = value.get("system")
-    if isinstance(system, str) and system.strip():
+    system = _text(value, "system", "the row")
+    if system.strip():
         if messages[0]["role"] == "system":
             raise Rejected("two system prompts", "`system` of the row and the first message")
         messages.insert(0, {"role": "system", "content": system})
-    # Mended last: the arguments of a tool call are JSON inside JSON and may bring their own halves.
-    (messages, tools), surrogates = _mended([messages, _tools(value.get("tools"))])
-    return Conversation(tuple(messages), tuple(tools), surrogates)
+    return _mended(Conversation(tuple(messages), _tools(value.get("tools"))))
 
 
 def check_turns(conversation: Conversation, *, answered: bool) -> None:
@@ -95,7 +108,7 @@ def check_turns(conversation: Conversation, *, answered: bool) -> None:
         _check_step(before, role, conversation.messages[number - 1] if number else {}, number)
         before = role
     if answered and "assistant" not in roles:
-        raise Rejected("no assistant turn")
+        raise Rejected("no assistant turn", "answers are read from `messages` or `conversations`")
     if answered and before != "assistant":
         raise Rejected("ends without an answer", f"the last turn is {before!r}")
 
@@ -145,6 +158,8 @@ def _entries(value: Mapping[str, Any]) -> Sequence[Any]:
     filled = [name for name in named if value[name] is not None]
     if len(filled) > 1:
         raise Rejected("both `messages` and `conversations`", "keep one of them")
+    if not filled and isinstance(value.get("prompt"), str):
+        return [{"role": "user", "content": value["prompt"]}]
     if not filled:
         raise Rejected(f"`{named[0]}` is null" if named else "no `messages` or `conversations`")
     entries = value[filled[0]]
@@ -161,7 +176,7 @@ def _message(entry: Any, number: int) -> Message:
         raise Rejected("message is not an object", f"{where} is {_kind(entry)}")
     name = _either(entry, "role", "from", where)
     if not isinstance(name, str) or name not in ROLES:
-        raise Rejected("unknown role", f"{where} has {name!r}")
+        raise Rejected("unknown role", f"{where} has {name!r}, which is none of {', '.join(ROLES)}")
     role = ROLES[name]
     message: dict[str, Any] = {"role": role, "content": _content(_either(entry, "content", "value", where), where)}
     if entry.get("function_call") is not None:
@@ -170,9 +185,11 @@ def _message(entry: Any, number: int) -> Message:
         if role != "assistant":
             raise Rejected("tool call outside an assistant turn", where)
         message["tool_calls"] = [_tool_call(call, where) for call in _as_list(entry["tool_calls"], where)]
-    for key in ("reasoning_content", "tool_call_id", "name"):
-        if isinstance(entry.get(key), str):
-            message[key] = entry[key]
+    if role == "assistant" and entry.get("weight") not in (None, 1):
+        raise Rejected("`weight` of an answer is not 1", f"{where}: remove it to have the answer learnt")
+    for key, kept in KEPT_KEYS.items():
+        if (text := _text(entry, key, where)) and message.setdefault(kept, text) != text:
+            raise Rejected(f"both `{kept}` and `{key}`", f"{where}: keep one of them")
     if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
         raise Rejected(f"{'blank' if message['content'] else 'empty'} {role} message", where)
     return message
@@ -184,6 +201,14 @@ def _either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
     if len(filled) > 1:
         raise Rejected(f"both `{name}` and `{other}`", f"{where}: keep one of them")
     return entry[filled[0]] if filled else None
+
+
+def _text(value: Mapping[str, Any], key: str, where: str) -> str:
+    """A text that may be absent."""
+    text = value.get(key)
+    if not isinstance(text, str | None):
+        raise Rejected(f"`{key}` is not text", f"{where} has {_kind(text)}")
+    return text or ""
 
 
 def _content(content: Any, where: str) -> str:
@@ -201,8 +226,8 @@ def _part(part: Any, where: str) -> str:
         return part
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    found = part.get("type") if isinstance(part, Mapping) else _kind(part)
-    raise Rejected("content part is not text", f"{where} has {found!r}")
+    found = f"one of type {part.get('type')!r}" if isinstance(part, Mapping) else _kind(part)
+    raise Rejected("content part is not text", f"{where} has {found}, and no `text` that is text")
 
 
 def _as_list(value: Any, where: str) -> Sequence[Any]:
@@ -223,7 +248,7 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
             raise Rejected("tool call arguments are not JSON", f"{where}: {error}") from None
     if not isinstance(arguments, Mapping):
         raise Rejected("tool call arguments are not an object", f"{where} has {_kind(arguments)}")
-    kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    kept = {"id": call["id"]} if _text(call, "id", where) else {}
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -240,17 +265,19 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _mended(value: Any) -> tuple[Any, bool]:
-    """The value with U+FFFD for every half surrogate pair, and whether there was any.
+def _mended(conversation: Conversation) -> Conversation:
+    """The conversation with U+FFFD for every half surrogate pair.
 
-    ``json.loads`` joins whole pairs; what is left of the range is a half, which no UTF-8 writer takes.
+    ``json.loads`` joins whole pairs; what is left of the range is a half, which no UTF-8 writer takes. The arguments of
+    a tool call are JSON inside JSON and may bring their own halves.
     """
-    text = json.dumps(value, ensure_ascii=False, default=str)
     try:
-        text.encode()
+        "".join(conversation.texts()).encode()
     except UnicodeEncodeError:
-        return json.loads(SURROGATE.sub("\ufffd", text)), True
-    return value, False
+        text = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False, default=str)
+        messages, tools = json.loads(SURROGATE.sub("\ufffd", text))
+        return Conversation(tuple(messages), tuple(tools), surrogates=True)
+    return conversation
 
 
 def _strings(value: Any) -> Iterator[str]:

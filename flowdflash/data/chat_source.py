@@ -36,7 +36,9 @@ class ChatOptions(StoredOptions):
         description="the loss mask must agree with the template's generation marks, or they are not looked at",
     )
     template_options: dict[str, bool | int | float | str] = Field(
-        {}, description="switches of the chat template, such as enable_thinking"
+        {},
+        description="switches of the chat template, such as enable_thinking; one that writes the date of today gets "
+        "1 January 2025 on any day",
     )
     split: Literal["all", "train", "held_out"] = Field(
         "all", description="which part of the rows; a prompt, with all its answers, is always in one part"

@@ -1,7 +1,7 @@
 """Prompts of a file, rendered exactly as training renders what stands before an answer, and the answers beside them.
 
-A file holds chat rows, rows with a ``prompt`` instead of a conversation, or, if its name ends in ``.txt``, a prompt per
-line; ``.parquet`` is read as such.
+A file holds rows as the sources read them, JSONL or Parquet by its leading bytes; or, if its name ends in ``.txt``, a
+prompt per line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flowdflash.data.arrow import read_rows
 from flowdflash.data.encode import ChatEncoder, EncodeOptions, Sample
 from flowdflash.data.rows import Row, chunks, read_jsonl
 from flowdflash.data.split import Part, Split
@@ -105,28 +106,10 @@ def load_prompts(
 
 
 def _read(path: Path) -> Iterator[Row]:
-    """The rows of a file; a bare prompt is a conversation of one question."""
-    if path.suffix == ".txt":
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, ValueError) as error:
-            raise DataInvalid(f"{path}: cannot be read: {error}") from error
-        return (_question(Row(n, {"prompt": line})) for n, line in enumerate(lines, 1) if line.strip())
-    if path.suffix == ".parquet":
-        from flowdflash.data.arrow import read_parquet
-
-        return read_parquet(path)
-    return map(_question, read_jsonl(path))
-
-
-def _question(row: Row) -> Row:
-    value = row.value
-    if row.problem or not isinstance(value, Mapping) or not isinstance(value.get("prompt"), str):
-        return row
-    if "messages" in value or "conversations" in value:
-        return row
-    others = {key: entry for key, entry in value.items() if key != "prompt"}
-    return replace(row, value={**others, "messages": [{"role": "user", "content": value["prompt"]}]})
+    """The rows of a file."""
+    if path.suffix != ".txt":
+        return read_rows(path)
+    return read_jsonl(path, parse=lambda text: {"prompt": text})
 
 
 def _answer(samples: Sequence[Sample], which: Literal[0, -1], most: int) -> tuple[IntArray, int] | None:

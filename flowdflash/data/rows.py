@@ -19,8 +19,25 @@ PACKED_BYTES = 1 << 14
 """Read at once of compressed data, which may grow a thousandfold."""
 CHUNK_ROWS = 1000
 CHUNK_BYTES = 1 << 20
+LINE_BYTES = 1 << 26
+"""Most bytes of a line; a file that is one line must not be read into memory."""
+START_BYTES = 1000
+"""How much of a longer one is kept, to be told."""
 BOM = b"\xef\xbb\xbf"
+PARQUET = b"PAR1"
+OTHER_FORMATS = {
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    PARQUET: "a Parquet file and not JSONL; the source chat_parquet reads it",
+    b"ARROW1": "an Arrow file and not JSONL; write it as Parquet",
+    b"BZh": "a bzip2 file; unpack it, or pack it with gzip or zstd",
+    b"\xfd7zXZ": "an xz file; unpack it, or pack it with gzip or zstd",
+    b"PK\x03\x04": "a zip file; unpack it, or pack it with gzip or zstd",
+    b"version https://git-lfs": "a pointer to a file in Git LFS; fetch the file itself: git lfs pull",
+}
+"""What a file that begins like this is, since no JSON does; and what to do."""
 NOT_JSON, NOT_UTF8, CUT_OFF, TOO_DEEP = "not JSON", "not UTF-8", "truncated last line", "JSON nested too deeply"
+ENDLESS = "line too long to be a row"
 DUPLICATE_KEY = "key twice in an object"
 Progress = Callable[[int, int], None]
 
@@ -45,11 +62,12 @@ parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, p
 
 
 class Ending(Enum):
-    """How a line ends: with a newline, with the file, or where compressed data breaks off."""
+    """How a line ends: with a newline, with the file, where compressed data breaks off, or beyond ``LINE_BYTES``."""
 
     NEWLINE = "newline"
     FILE = "file"
     CUT = "cut"
+    BEYOND = "beyond"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +110,17 @@ class RowInput:
     selection: tuple[str, ...] = ()
 
 
-def read_jsonl(path: Path, *, part: int = 0, limit: int = 0, progress: Progress | None = None) -> Iterator[Row]:
+def read_jsonl(
+    path: Path,
+    *,
+    limit: int = 0,
+    progress: Progress | None = None,
+    parse: Callable[[str], Any] = parse_json,
+) -> Iterator[Row]:
     """Rows of a JSONL file, in order. Blank lines are no rows; ``limit`` 0 reads all.
 
     A byte-order mark is dropped at the start of any line, since joining files with ``cat`` puts one in the middle.
-    ``progress`` is told the bytes read of the file as it lies on disk, and its size.
+    ``progress`` is told the bytes read of the file as it lies on disk, and its size. ``parse`` makes a value of a line.
 
     Raises:
         DataInvalid: the file cannot be read at all, its compression is damaged, or it is of another format.
@@ -104,11 +128,13 @@ def read_jsonl(path: Path, *, part: int = 0, limit: int = 0, progress: Progress 
     count = 0
     for line, raw, ended in _lines(path, progress):
         text = raw.removeprefix(BOM).strip()
-        if not text and ended is not Ending.CUT:
+        if not text and ended not in (Ending.CUT, Ending.BEYOND):
             continue
-        row = _parsed(text, line, ended, part)
+        row = _parsed(text, line, ended, parse)
         if not count and text.startswith(b"[") and _opens_array(row):
             raise DataInvalid(f"{path}: this is a JSON array; write one object a line (jq -c '.[]' FILE)")
+        if not count and text == b"{":
+            raise DataInvalid(f"{path}: a JSON object over several lines; write one object a line (jq -c . FILE)")
         yield row
         count += 1
         if count == limit:
@@ -131,17 +157,21 @@ def chunks(rows: Iterable[Row], most: int = CHUNK_ROWS) -> Iterator[list[Row]]:
 
 def _opens_array(row: Row) -> bool:
     """Is a first row that begins with a bracket the start, or the whole, of an array of rows?"""
-    return row.problem in (NOT_JSON, CUT_OFF) or (not row.problem and any(isinstance(i, dict) for i in row.value))
+    return row.problem in (NOT_JSON, CUT_OFF, ENDLESS) or (
+        not row.problem and any(isinstance(i, dict) for i in row.value)
+    )
 
 
-def _parsed(raw: bytes, line: int, ended: Ending, part: int) -> Row:
+def _parsed(raw: bytes, line: int, ended: Ending, parse: Callable[[str], Any]) -> Row:
     def bad(problem: str, detail: str) -> Row:
-        return Row(line, raw.decode("utf-8", "replace"), problem, detail, len(raw), part)
+        return Row(line, raw.decode("utf-8", "replace"), problem, detail, len(raw))
 
     if ended is Ending.CUT:
         return bad(CUT_OFF, "the compressed file breaks off here")
+    if ended is Ending.BEYOND:
+        return bad(ENDLESS, f"it has more than {LINE_BYTES:,} bytes; only its start is kept")
     try:
-        return Row(line, parse_json(raw.decode("utf-8")), nbytes=len(raw), part=part)
+        return Row(line, parse(raw.decode("utf-8")), nbytes=len(raw))
     except UnicodeDecodeError as error:
         if ended is Ending.FILE and error.reason == "unexpected end of data":
             return bad(CUT_OFF, "the last line ends inside a character and has no newline")
@@ -160,19 +190,26 @@ def _parsed(raw: bytes, line: int, ended: Ending, part: int) -> Row:
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes, Ending]]:
     """Numbered lines split at newlines only: JSON strings may hold any other line separator."""
-    number = 1
+    number, size = 1, 0
     pieces: list[bytes] = []  # of the line not ended yet; joined once, so that a very long line stays linear
+
+    def ended(how: Ending) -> tuple[int, bytes, Ending]:
+        whole = b"".join(pieces)
+        return (number, whole, how) if size <= LINE_BYTES else (number, whole[:START_BYTES], Ending.BEYOND)
+
     for block, cut in _blocks(path, progress):
         first, *others = block.split(b"\n")
-        pieces.append(first)
+        size += len(first)
+        if size <= LINE_BYTES or not pieces:
+            pieces.append(first)
         for following in others:
-            yield number, b"".join(pieces), Ending.NEWLINE
-            number, pieces = number + 1, [following]
+            yield ended(Ending.NEWLINE)
+            number, size, pieces = number + 1, len(following), [following]
         if cut:
-            yield number, b"".join(pieces), Ending.CUT
+            yield ended(Ending.CUT)
             return
-    if any(pieces):
-        yield number, b"".join(pieces), Ending.FILE
+    if size:
+        yield ended(Ending.FILE)
 
 
 def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool]]:
@@ -185,7 +222,7 @@ def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool
             decoder, first = _decoder(head, path), True
             for block, cut in _plain(file) if decoder is None else _inflated(file, decoder, path):
                 if first and block:
-                    _refuse_other_format(block[:4], path)
+                    _refuse_other_format(block[:64], path)
                     first = False
                 if progress is not None:
                     progress(file.tell(), size)
@@ -196,10 +233,10 @@ def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool
 
 def _refuse_other_format(head: bytes, path: Path) -> None:
     one_nul = len(head) > 1 and head[:2].count(0) == 1  # ASCII in two bytes each
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or one_nul:
-        raise DataInvalid(f"{path}: this is UTF-16 text; save it as UTF-8")
-    if head == b"PAR1":
-        raise DataInvalid(f"{path}: this is a Parquet file and not JSONL; the source chat_parquet reads it")
+    found = "UTF-16 text; save it as UTF-8" if one_nul else ""
+    found = found or next((told for start, told in OTHER_FORMATS.items() if head.startswith(start)), "")
+    if found:
+        raise DataInvalid(f"{path}: this is {found}")
 
 
 def _plain(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

@@ -204,7 +204,8 @@ class StoredSource(Source):
 def check_file(check: Check, path: Path, format: str) -> None:
     """Refuse an option ``path`` that names no file."""
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a pipe or a device, but it is read more than once" if path.exists() else "does not exist"
+        found = "is a folder" if path.is_dir() else found
         check.refuse("path", f"{path} {found}", f"name a {format} file, relative to the folder of the pipeline file")
 
 

@@ -13,6 +13,8 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
 from typing import Any
 
 from flowdflash.data.chat import Conversation, Message
@@ -22,7 +24,11 @@ from flowdflash.errors import ModelInvalid
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDERING = threading.Lock()
 """transformers keeps one copy of a template per process, and in it the place where it follows generation marks."""
+DATE = date(2025, 1, 1)
+"""Today, for a template that writes the date: the same rows give the same tokens on any day."""
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
+"""What a generation prompt may have written of an answer already."""
 RESERVED_OPTIONS = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
     | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "truncation", "max_length"}
@@ -78,9 +84,14 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, *, marks: bool = True) -> None:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._jinja = render_jinja_template
+        self._refusals = TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
         self._tokenizer = tokenizer
         self._options = dict(options or {})
-        self._variables = {**tokenizer.special_tokens_map, **self._options}
+        self._variables = {"strftime_now": DATE.strftime, **tokenizer.special_tokens_map, **self._options}
         self._marks = marks
         self._templates: dict[bool, tuple[str, bool]] = {}
         self._specials = special_names(tokenizer)
@@ -116,7 +127,8 @@ class ChatTemplate:
         """One rendering with all answers supervised; one per answer where the template rewrites earlier turns.
 
         Raises:
-            Rejected: the template refuses the conversation, or does not start an answer with its generation prompt.
+            Rejected: the template refuses the conversation, does not start an answer with its generation prompt, or
+                leaves out something that the target wrote.
         """
         messages, tools = conversation.messages, conversation.tools
         texts, marks, turns = [], [], []
@@ -129,6 +141,8 @@ class ChatTemplate:
                     f"it ends in {prompt[-40:]!r}, the template writes {text[max(0, len(prompt) - 40) :][:60]!r}",
                     number,
                 )
+            if missing := _left_out(text[len(prompt) :], messages[place]):
+                raise Rejected("template leaves part of the answer out", f"its {missing}", number)
             start = len(prompt) + _template_thinking(text[len(prompt) :], messages[place])
             texts.append(text)
             marks.append(spans)
@@ -145,20 +159,20 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool = False
     ) -> tuple[str, tuple[tuple[int, int], ...] | None]:
         """The text, and the spans in generation marks; None for a prompt, and where no marks are looked at."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         template, marked = self._templates[bool(tools)]
         marked = marked and not prompt
-        with RENDERING:
-            (text,), spans = _guarded(
-                render_jinja_template,
-                conversations=[list(messages)],
-                tools=list(tools) or None,
-                chat_template=template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+        try:
+            with RENDERING:
+                (text,), spans = self._jinja(
+                    conversations=[list(messages)],
+                    tools=list(tools) or None,
+                    chat_template=template,
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompt,
+                    **self._variables,
+                )
+        except self._refusals as error:
+            raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
         return text, tuple((int(start), int(end)) for start, end in spans[0]) if marked else None
 
     def _probe(self) -> None:
@@ -189,11 +203,18 @@ class ChatTemplate:
                 if not name and not text[body - 1].isspace():
                     break
                 body -= len(name) or 1
-        found = [(text.find(name, body), -len(name)) for name in self._specials if name in text[body:]]
-        if not found:
-            return body, False
-        place, length = min(found)  # the first, and of those that start alike the longest
-        return place - length, True
+        length, closed = _first_special(text[body:], self._specials)
+        return body + length, closed
+
+
+@lru_cache(maxsize=64)
+def _first_special(ending: str, names: frozenset[str]) -> tuple[int, bool]:
+    """Where the first special token in an ending ends, of those that start alike the longest; 0 without one."""
+    found = [(ending.find(name), -len(name)) for name in names if name in ending]
+    if not found:
+        return 0, False
+    place, length = min(found)
+    return place - length, True
 
 
 def special_names(tokenizer: Any) -> frozenset[str]:
@@ -210,11 +231,11 @@ def _template_thinking(text: str, message: Message) -> int:
     return 0 if block is None or own.lstrip().startswith("<think>") else block.end()
 
 
-def _guarded(render: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call into the template; whatever it raises concerns this row alone."""
-    from jinja2 import TemplateError
-
-    try:
-        return render(*args, **kwargs)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
+def _left_out(text: str, message: Message) -> str:
+    """What of an answer is not in its rendering, white space aside; nothing if it is all there."""
+    written = [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
+    written += [(name, message.get(name, "")) for name in ("reasoning_content", "thinking")]
+    opened = OPENED_THINKING.match(message["content"])
+    written.append(("content", message["content"][opened.end() if opened else 0 :]))
+    gone = (name for name, part in written if part not in text and "".join(part.split()) not in "".join(text.split()))
+    return next(gone, "")

@@ -13,7 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PlainValidator, SerializeAsAny, ValidationInfo, WithJsonSchema, create_model
+from pydantic import (
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+)
+from pydantic_core import InitErrorDetails
 
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray, SampleTable
@@ -48,14 +57,22 @@ def _part(source: Any, options: Any, context: Any = None) -> Part:
 def _read_part(value: Any, info: ValidationInfo) -> Part:
     if isinstance(value, Part):
         return value
-    if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+    if not isinstance(value, Mapping):
         raise ValueError("a source of a mix is a mapping with 'type' and the options of that type")
     registry = (info.context or {}).get("registry")
     known = {r.type: r.cls for r in registry.types("source")} if registry is not None else {}
-    usable = sorted(name for name, cls in known.items() if name != Mix.type and not cls.streaming)
-    if value["type"] not in usable:
-        raise ValueError(f"there is no source of type {value['type']!r} to mix; types: {', '.join(usable) or 'none'}")
-    return _part(known[value["type"]], value, info.context)
+    named = str(value.get("type"))
+    if named == Mix.type:
+        raise ValueError("a mix holds no other mix; name the sources of that one here, with weights of their own")
+    if named in known and known[named].streaming:
+        raise ValueError(f"a source of type {named!r} is streaming, so it has no number of samples to take a share of")
+    if named in known:
+        return _part(known[named], value, info.context)
+    usable = ", ".join(repr(name) for name, cls in sorted(known.items()) if not cls.streaming and name != Mix.type)
+    fault: InitErrorDetails = {"type": "missing", "loc": ("type",), "input": value}
+    if "type" in value:
+        fault = {"type": "literal_error", "loc": ("type",), "input": value["type"], "ctx": {"expected": usable}}
+    raise ValidationError.from_exception_data(Part.__name__, [fault])
 
 
 _SCHEMA = {
@@ -95,7 +112,7 @@ class Mix(Source):
 
         sources: dict[
             Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")],
-            Annotated[SerializeAsAny[StageConfig], PlainValidator(_read_part), WithJsonSchema(_SCHEMA)],
+            Annotated[SerializeAsAny[Part], PlainValidator(_read_part), WithJsonSchema(_SCHEMA)],
         ] = Field(
             min_length=1,
             description="the sources by name: 'type', the options of that type, and 'weight', its share of the samples",
@@ -108,9 +125,7 @@ class Mix(Source):
 
     def __init__(self, config: Mix.Config) -> None:
         super().__init__(config)
-        self._parts = {
-            name: part for name, part in config.sources.items() if isinstance(part, Part) and part.weight > 0
-        }
+        self._parts = {name: part for name, part in config.sources.items() if part.weight > 0}
         self._sources = {name: part.source(part) for name, part in self._parts.items()}
         self._pools: list[_Pool] = []
         self._draw: Sequence[int] = ()

@@ -53,6 +53,10 @@ class OpenAIGenerator(Generator):
 
     What may pass (a lost connection, a timeout, 429, 5xx) is tried again, after a wait that doubles from
     ``first_wait_secs`` and is never shorter than the server's ``Retry-After``. Tokens are counted by the server.
+
+    What decides how the server samples is sent with every prompt and told in the summary, so that neither its defaults
+    nor those that come with the model count: temperature, repetition penalty 1, and where it samples, top-p, top-k and
+    min-p 0.
     """
 
     type = "openai"
@@ -74,6 +78,11 @@ class OpenAIGenerator(Generator):
         first_wait_secs: float = Field(1.0, gt=0, description="Seconds before the first of them; doubled each time.")
         max_wait_secs: float = Field(
             120.0, gt=0, description="Longest wait in seconds; a server that asks for a longer one ends the run."
+        )
+        extensions: bool = Field(
+            True,
+            description="Send top_k, min_p and repetition_penalty too, which vLLM and SGLang know. A server "
+            "that knows OpenAI's options alone refuses them: with false they are left out, and its own values count.",
         )
         on_bad_row: Literal["skip", "error"] = Field(
             "error", description="Leave prompts that the server refuses (4xx) out, counted, or end the run."
@@ -104,6 +113,8 @@ class OpenAIGenerator(Generator):
             check.refuse("base_url", "it is no http(s) address", "write it as http://127.0.0.1:8000/v1")
         elif parts.username or parts.password or parts.query:
             check.refuse("base_url", "a key does not belong into the address", "name a variable in api_key_env")
+        if config.top_k and not config.extensions:
+            check.refuse("top_k", "it is one of the extensions that are not sent", "set extensions: true, or remove it")
         if config.first_wait_secs > config.max_wait_secs:
             check.refuse("first_wait_secs", f"it is above max_wait_secs, {config.max_wait_secs:g}", "lower it")
         return {"model": config.model, "max_new_tokens": config.max_new_tokens}
@@ -121,14 +132,18 @@ class OpenAIGenerator(Generator):
                 raise FlowdflashError(f"environment variable {config.api_key_env} is no plain text (set it anew)")
         self._report = ctx.report
         self._seed = ctx.seed if config.seed == "pipeline" else config.seed
+        sampled = config.temperature > 0
         self._fixed = {"model": config.model, "max_tokens": config.max_new_tokens, "temperature": config.temperature}
-        self._fixed |= {name: getattr(config, name) for name in ("top_p", "top_k") if name in config.model_fields_set}
+        self._fixed |= {"top_p": config.top_p} if sampled else {}
+        if config.extensions:  # top_k -1: vLLM, SGLang and llama.cpp take it for no limit
+            self._fixed |= {"top_k": config.top_k or -1, "min_p": 0.0} if sampled else {}
+            self._fixed["repetition_penalty"] = 1.0
         if template := ctx.facts.get("template_options"):
             self._fixed["chat_template_kwargs"] = dict(template)
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(config.timeout_secs, connect=min(config.timeout_secs, CONNECT_SECS)),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECS),
             limits=httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
         )
 
@@ -182,7 +197,11 @@ class OpenAIGenerator(Generator):
             if attempt:
                 await self._wait(attempt, asked_secs, why)
             try:
-                response = await self._client.post(self._url, json=body)
+                async with asyncio.timeout(self.config.timeout_secs):  # the client's own counts anew with every byte
+                    response = await self._client.post(self._url, json=body)
+            except TimeoutError:
+                why, asked_secs = f"no answer within timeout_secs, {self.config.timeout_secs:g}", 0.0
+                continue
             except httpx.RequestError as error:
                 why, asked_secs = f"{type(error).__name__} {error}".strip(), 0.0
                 continue
@@ -257,7 +276,7 @@ class OpenAIGenerator(Generator):
     def summary(self) -> Mapping[str, Any]:
         """How much was written, how fast, and how often a request had to be tried again."""
         rate = self._counts["response_tokens"] / self._secs if self._secs else 0.0
-        return {**self._counts, "tokens_per_sec": round(rate, 1)}
+        return {**self._counts, "tokens_per_sec": round(rate, 1), "request": self._fixed}
 
 
 def _sendable(message: Message) -> Message:

@@ -147,8 +147,8 @@ def test_data_set_that_cannot_be_had_is_an_error_that_names_it(open_source: Open
         open_source([], type=HfDataset, dataset="owner/name")
     with pytest.raises(DataInvalid, match=r"cannot be loaded: FileNotFoundError"):
         open_source([], type=HfDataset, dataset=str(tmp_path))
-    library.Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "other")
-    with pytest.raises(DataInvalid, match="no column `messages` or `conversations`; it has prompt"):
+    library.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataInvalid, match="no column `messages`, `conversations` or `prompt`; it has text"):
         open_source([], type=HfDataset, dataset=str(tmp_path / "other"))
 
 

@@ -64,6 +64,16 @@ def test_three_dialects_give_one_conversation() -> None:
         ([1], "row is not an object"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part is not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "content part is not text",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content part is not text"),
+        (roles("User", "Assistant"), "unknown role"),
+        ({**say("a", "b"), "system": 3}, "`system` is not text"),
+        ({"prompt": ["a"]}, "no `messages` or `conversations`"),
+        ({"prompt": "a", "answer": "b"}, "no assistant turn"),
+        ({"prompt": "a", "messages": []}, "empty conversation"),
     ],
 )
 def test_every_odd_row_has_a_reason_of_its_own(row: Any, expected: str) -> None:
@@ -78,6 +88,39 @@ def test_system_then_alternating_turns_are_good_and_a_prompt_needs_no_answer() -
 
 def test_system_key_of_the_row_becomes_the_first_message() -> None:
     assert read_conversation({**say("a", "b"), "system": "s"}) == read_conversation(say("a", "b", system="s"))
+
+
+def answer(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]}
+
+
+def test_reasoning_has_one_name_and_what_a_message_says_of_itself_is_never_dropped_in_silence() -> None:
+    named = read_conversation(answer(reasoning_content="hm"))
+    assert (
+        named
+        == read_conversation(answer(reasoning="hm"))
+        == read_conversation(answer(reasoning="hm", reasoning_content="hm", thinking=None, name=""))
+    )
+    assert named.messages[1]["reasoning_content"] == "hm"
+    assert read_conversation(answer(thinking="hm")).messages[1]["thinking"] == "hm"
+    assert reason(answer(reasoning="hm", reasoning_content="no")) == "both `reasoning_content` and `reasoning`"
+    assert reason(answer(thinking=["hm"])) == "`thinking` is not text"
+    assert reason(answer(tool_call_id=3)) == "`tool_call_id` is not text"
+
+
+def test_an_answer_that_is_not_to_be_learnt_is_not_learnt() -> None:
+    assert (
+        read_conversation(answer(weight=1.0)) == read_conversation(answer(weight=None)) == read_conversation(answer())
+    )
+    assert reason(answer(weight=0)) == "`weight` of an answer is not 1"
+    given = {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b"}]}
+    assert read_conversation(given) == read_conversation(answer())
+
+
+def test_a_prompt_alone_is_a_question() -> None:
+    for row in ({"prompt": "a"}, {"prompt": "a", "messages": None}):
+        assert read_conversation(row) == read_conversation(say("a"))
+    assert read_conversation({"prompt": "x", **say("a", "b")}) == read_conversation(say("a", "b"))
 
 
 def call(arguments: Any, **message: Any) -> dict[str, Any]:
@@ -100,6 +143,8 @@ def test_null_absent_and_empty_content_and_both_argument_forms_are_the_same() ->
     assert all(other == first for other in others)
     check_turns(first, answered=True)
     assert first.messages[1]["content"] == ""
+    nothing = [read_conversation(call(arguments)) for arguments in ({}, "{}", "", None)]
+    assert all(other == nothing[0] for other in nothing)
 
 
 def test_a_text_part_equals_plain_text() -> None:
@@ -113,6 +158,7 @@ def test_a_text_part_equals_plain_text() -> None:
     [
         (call("{not json"), "tool call arguments are not JSON"),
         (call("[1]"), "tool call arguments are not an object"),
+        (call("null"), "tool call arguments are not an object"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool call outside an assistant turn"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool call without a name"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, "`function_call` is not supported"),

@@ -125,6 +125,18 @@ SAMPLES: dict[str, tuple[int, Reasons]] = {
     "two_members.jsonl.gz": (5, {}),
     "two_values_on_a_line.jsonl": (1, {"not JSON": 1}),
     "typed_markup.jsonl": (1, {"markup in content": 2}),
+    "weights_and_traces.jsonl": (
+        2,
+        {
+            "`weight` of an answer is not 1": 1,
+            "template leaves part of the answer out": 1,
+            "`thinking` is not text": 1,
+            "both `reasoning_content` and `reasoning`": 1,
+            "`tool_call_id` is not text": 1,
+            "`system` is not text": 1,
+            "no assistant turn": 1,
+        },
+    ),
 }
 
 # What the error says behind the name of the file.
@@ -137,21 +149,24 @@ ERRORS = {
     "damaged_pages.parquet": "cannot be read as Parquet: ",
     "flipped_bits.jsonl.gz": "damaged compressed data: ",
     "garbage_at_the_end.jsonl.gz": "damaged compressed data: ",
-    "jsonl.parquet": "cannot be read as Parquet: ",
+    "jsonl.parquet": "this is no Parquet file; the source chat_jsonl reads JSONL",
     "no_answer_to_learn.jsonl": "no usable row among 2 (no assistant turn 2)",
-    "no_conversations.parquet": "no column `messages` or `conversations`; it has prompt, answer",
+    "no_conversations.parquet": "no usable row among 1 (no assistant turn 1); .*answers are read from `messages`",
     "no_rows.parquet": "the file holds no rows",
     "nothing.jsonl": "the file holds no rows",
     "only_newlines.jsonl": "the file holds no rows",
     "only_too_long.jsonl": "no usable row among 3 (no supervised token after truncation 3)",
-    "other_dialects_only.jsonl": "no usable row among 3 (no `messages` or `conversations` 3)",
+    "other_dialects_only.jsonl": "no usable row among 3 (no `messages` or `conversations` 2, no assistant turn 1)",
+    "pointer.jsonl": "this is a pointer to a file in Git LFS; fetch the file itself: git lfs pull",
     "parquet.jsonl": "this is a Parquet file and not JSONL; the source chat_parquet reads it",
+    "several_lines.json": "a JSON object over several lines; write one object a line",
     "text.parquet": "no usable row among 2 (conversation is not a list 2)",
     "tokens_all_supervised.jsonl": "every token is supervised",
     "tokens_of_chat.jsonl": "no usable row among 3 (no `input_ids` 3)",
     "utf16.jsonl": "this is UTF-16 text; save it as UTF-8",
     "utf16_without_mark.jsonl": "this is UTF-16 text; save it as UTF-8",
     "wrong_checksum.jsonl.zst": "damaged compressed data: ",
+    "xz.jsonl": "this is an xz file; unpack it, or pack it with gzip or zstd",
 }
 
 

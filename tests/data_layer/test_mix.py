@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from flowdflash import stages
 from flowdflash.config.changes import changes
 from flowdflash.config.check import load, load_mapping
 from flowdflash.errors import DataInvalid, PipelineInvalid
 from flowdflash.plugin.loader import Plugins, load_plugins
-from flowdflash.stage import OpenContext
+from flowdflash.plugin.registry import Registry
+from flowdflash.stage import OpenContext, Source, StageConfig
 from flowdflash.stages.mix import Mix
 
 from .fixtures import make_tokenizer, say, write_rows
@@ -210,7 +212,7 @@ def test_mistakes_in_a_source_of_a_mix_are_placed_there(
     plugins: Plugins, tmp_path: Path, parts: dict[str, Any]
 ) -> None:
     wrong = {
-        "typo": {**parts["chat"], "pth": "x"},
+        "typo": {**parts["chat"], "pth": "x", "wieght": 2},
         "number": {**parts["tokens"], "max_length": "1k"},
         "lacking": {"type": "tokens"},
         "unknown": {"type": "tokns"},
@@ -221,16 +223,44 @@ def test_mistakes_in_a_source_of_a_mix_are_placed_there(
     found = problems(plugins, tmp_path, wrong)
     assert {
         "sources.typo.pth",
+        "sources.typo.wieght",
         "sources.number.max_length",
         "sources.lacking",
-        "sources.unknown",
+        "sources.unknown.type",
         "sources.nested",
         "sources.untyped",
         "sources.a b",
     } == set(found)
-    assert "path is missing" in found["sources.lacking"]
+    assert "path is missing" in found["sources.lacking"] and "JSONL file" in found["sources.lacking"]
+    assert "did you mean 'path'?" in found["sources.typo.pth"]
+    assert "did you mean 'weight'?" in found["sources.typo.wieght"]
+    assert "did you mean 'tokens'?" in found["sources.unknown.type"]
+    assert "type is missing" in found["sources.untyped"]
+    assert "a mix holds no other mix" in found["sources.nested"]
     gone = {**parts["tokens"], "path": "gone.jsonl", "epochs": 2}
     assert set(problems(plugins, tmp_path, {"t": gone})) == {"sources.t.path", "sources.t.epochs"}
+
+
+def test_source_that_cannot_be_counted_is_refused_as_such() -> None:
+    class Endless(Source):
+        """Never ends."""
+
+        type = "endless"
+        streaming = True
+
+        class Config(StageConfig):
+            """None."""
+
+        def epochs(self) -> Any:
+            """None."""
+
+        def tokens(self, sample_id: int) -> Any:
+            """None."""
+
+    registry = Registry()
+    registry.register(Endless)
+    with pytest.raises(ValidationError, match="source of type 'endless' is streaming, so"):
+        Mix.Config.model_validate({"sources": {"e": {"type": "endless"}}}, context={"registry": registry})
 
 
 def test_paths_start_from_the_folder_of_the_file_they_are_written_in(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,40 @@ def test_text_file_has_a_prompt_a_line_whatever_else_is_in_it(tmp_path: Path, to
     prompts = load_prompts(path, tokenizer)
     told = [(prompt.text, prompt.place) for prompt in prompts]
     assert told == [("one", f"{path}:1"), ("two\u2028lines", f"{path}:3")]
+
+
+def test_faults_of_a_text_file_are_those_of_any_file(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(gzip.compress(b"[one]\ncaf\xe9\n{two\n"))
+    assert [(prompt.text, prompt.place) for prompt in load_prompts(path, tokenizer)] == [
+        ("[one]", f"{path}:1"),
+        ("{two", f"{path}:3"),
+    ]
+    path.write_bytes("one".encode("utf-16"))
+    with pytest.raises(DataInvalid, match="UTF-16"):
+        load_prompts(path, tokenizer)
+
+
+def test_parquet_is_told_by_its_leading_bytes_and_its_prompts_are_read(tmp_path: Path, tokenizer: Any) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "one"}, {"prompt": None}, say("two", "2")]
+    for name in ("rows.jsonl", "rows"):
+        parquet.write_table(
+            arrow.Table.from_pylist([{"prompt": None, "messages": None, **row} for row in rows]), tmp_path / name
+        )
+        assert [prompt.text for prompt in load_prompts(tmp_path / name, tokenizer)] == ["one", "two"]
+    path = write_rows(tmp_path / "rows.parquet", rows)
+    assert [prompt.text for prompt in load_prompts(path, tokenizer)] == ["one", "two"]
+
+
+def test_a_source_reads_bare_prompts_as_every_reader_does(
+    tmp_path: Path, tokenizer: Any, open_source: Callable[..., ChatJsonl]
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi", "n": 3}, {"prompt": "a", **say("b", "c")}])
+    source = open_source(path, task="generate")
+    loaded = load_prompts(path, tokenizer)
+    assert [source.tokens(n)[0].tolist() for n in (0, 1)] == [prompt.input_ids.tolist() for prompt in loaded]
+    assert source.row(0) == {"prompt": "hi", "n": 3, "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_answer_of_another_turn_is_never_taken_for_one_that_was_left_out(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdflash.data import rows as module
-from flowdflash.data.rows import BOM, CUT_OFF, DUPLICATE_KEY, NOT_JSON, NOT_UTF8, TOO_DEEP, Row, chunks, read_jsonl
+from flowdflash.data.rows import (
+    BOM,
+    CUT_OFF,
+    DUPLICATE_KEY,
+    ENDLESS,
+    NOT_JSON,
+    NOT_UTF8,
+    TOO_DEEP,
+    Row,
+    chunks,
+    read_jsonl,
+)
 from flowdflash.errors import DataInvalid
 
 THREE = b'{"a": 1}\n{"a": 2}\n{"a": 3}\n'
@@ -107,6 +120,42 @@ def test_what_json_loads_lets_pass_without_a_word_is_a_fault(tmp_path: Path) -> 
     rows = read(tmp_path, b'{"a": NaN}\n{"a": -Infinity}\n{"a": {"b": 1, "b": 2}}\n{"a": 1}\n')
     assert [row.problem for row in rows] == [NOT_JSON, NOT_JSON, DUPLICATE_KEY, ""]
     assert [row.detail for row in rows[:3]] == ["NaN is no JSON value", "-Infinity is no JSON value", "'b'"]
+
+
+def test_a_line_without_an_end_is_named_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in (7, 1 << 20):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+        monkeypatch.setattr(module, "LINE_BYTES", 100)
+        monkeypatch.setattr(module, "START_BYTES", 10)
+        data = b'{"a": 1}\n' + b'"' + b"x" * 500 + b'"\n' + b" " * 101 + b'\n{"a": 2}\n'
+        first, long, blank, last = read(tmp_path, data)
+        assert (first.value, last.value, last.line) == ({"a": 1}, {"a": 2}, 4)
+        assert (long.line, long.problem, long.value) == (2, ENDLESS, '"xxxxxxxxx')
+        assert blank.problem == ENDLESS and "more than 100 bytes" in blank.detail
+        with pytest.raises(DataInvalid, match="this is a JSON array"):
+            read(tmp_path, b'[{"a": 1}' + b', {"a": 1}' * 20 + b"]")
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (bz2.compress(THREE), "a bzip2 file"),
+        (lzma.compress(THREE), "an xz file"),
+        (b"PK\x03\x04...", "a zip file"),
+        (b"ARROW1\0\0", "an Arrow file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer to a file in Git LFS"),
+        (b'{\n "a": 1\n}\n', "a JSON object over several lines"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(tmp_path: Path, data: bytes, told: str) -> None:
+    for packed in (data, gzip.compress(data)):
+        with pytest.raises(DataInvalid, match=rf"rows\.jsonl: .*{told}"):
+            read(tmp_path, packed)
+
+
+def test_frames_of_zstd_that_hold_no_data_are_passed_over(tmp_path: Path) -> None:
+    note = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
+    assert len(read(tmp_path, note + zstandard.compress(THREE) + note + zstandard.compress(THREE) + note)) == 6
 
 
 def test_array_is_told_from_a_first_row_that_is_a_list(tmp_path: Path) -> None:
