@@ -23,14 +23,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4, help="most kills per run")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4], help="target replicas, in turn")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args()
     seeds = list(range(options.first_seed, options.first_seed + options.runs))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [json.dumps(seeds), json.dumps(options.replicas), str(options.kills)]
-        command = [sys.executable, str(DRIVER), folder, *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env)
-    rows = json.loads(done.stdout)
+        jobs = []
+        for job in range(min(options.jobs, len(seeds))):
+            own = [json.dumps(seeds[job :: options.jobs]), json.dumps(options.replicas), str(options.kills)]
+            command = [sys.executable, str(DRIVER), f"{folder}/{job}", *own]
+            jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=env))
+        told = [job.communicate()[0] for job in jobs]
+    if any(job.returncode for job in jobs):
+        sys.exit(1)
+    rows = [row for text in told for row in json.loads(text)]
     landed = Counter(where_it_landed(death) for row in rows for death in row["landed"] if death["exit"])
     print(f"{'landed at':66} {'killed':>7}")
     for where, count in sorted(landed.items()):

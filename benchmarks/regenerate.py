@@ -20,9 +20,10 @@ import torch
 
 from flowdflash.cache import cache_dir
 from flowdflash.data.prompts import load_prompts
+from flowdflash.dflash.sampling import Sampling
 from flowdflash.items import Answer, IntArray
 from flowdflash.stage import SilentReport
-from flowdflash.target.generate import Sampling, generate_answers, stop_ids
+from flowdflash.target.generate import generate_answers, stop_ids
 from flowdflash.target.load import load_target, load_tokenizer
 
 LIMIT = 5.0

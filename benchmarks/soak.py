@@ -1,7 +1,7 @@
 """Does memory grow while a run goes on? Resident memory of training on a toy target, over thousands of batches.
 
-Prints a table, and with ``--csv`` every sample for a plot. Exits with 1 if memory grew after the warm-up by more than
-the limit.
+Prints a table; ``--csv`` keeps every sample and ``--plot`` draws them. Exits with 1 if memory grew after the warm-up by
+more than the limit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flowdflash import stages
 from flowdflash.items import StepRecord
 from flowdflash.plugin import hookimpl
 from flowdflash.plugin.loader import load_plugins
+from flowdflash.render.plan_plots import nice_ticks
 from flowdflash.testing import run_pipeline
 
 LIMIT_MIB = 16.0
@@ -56,11 +57,43 @@ def tree(batches: int) -> dict[str, Any]:
     }
 
 
+def plot(samples: list[tuple[int, float]], warm_up: int, told: str) -> str:
+    """Resident memory over the batches, from zero up; what lies left of the dashed line does not count."""
+    wide, tall, left, top, base = 900, 320, 60, 40, 270
+    last, most = samples[-1][0], max(mib for _, mib in samples) * 1.15
+
+    def x(batches: float) -> float:
+        return round(left + batches / last * (wide - left - 30), 1)
+
+    def y(mib: float) -> float:
+        return round(base - mib / most * (base - top), 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}">',
+        '<style>text{font:13px system-ui,"Noto Sans","DejaVu Sans",sans-serif;fill:#1f2328}'
+        "line{stroke:#d1d9e0}.e{text-anchor:end}.m{text-anchor:middle}</style>",
+        f'<rect width="{wide}" height="{tall}" fill="#fff"/>',
+        f'<text x="{left}" y="22">Resident memory in MiB: {told}</text>',
+    ]
+    for tick in (0, *nice_ticks(most)):
+        parts.append(f'<line x1="{left}" x2="{wide - 30}" y1="{y(tick)}" y2="{y(tick)}"/>')
+        parts.append(f'<text class="e" x="{left - 8}" y="{y(tick) + 4}">{tick:,.0f}</text>')
+    parts += [f'<text class="m" x="{x(tick)}" y="{base + 20}">{tick:,.0f}</text>' for tick in nice_ticks(last)]
+    line = " ".join(f"{x(batches)},{y(mib)}" for batches, mib in samples)
+    parts += [
+        f'<text class="m" x="{x(last / 2)}" y="{base + 40}">batches</text>',
+        f'<line x1="{x(warm_up)}" x2="{x(warm_up)}" y1="{top}" y2="{base}" stroke-dasharray="4 3"/>',
+        f'<polyline points="{line}" fill="none" stroke="#4a78c9" stroke-width="1.5"/>',
+    ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=6000, help="batches in all")
     parser.add_argument("--warm-up", type=int, default=1000, help="batches before growth counts")
     parser.add_argument("--csv", type=Path, help="write batches and MiB, a line per ten batches")
+    parser.add_argument("--plot", type=Path, help="draw them as SVG")
     options = parser.parse_args()
     samples: list[tuple[int, float]] = []
 
@@ -81,7 +114,10 @@ def main() -> int:
     tenth = max(len(after) // 10, 1)
     growth = sum(after[-tenth:]) / tenth - sum(after[:tenth]) / tenth
     counted = samples[-1][0] - options.warm_up
-    print(f"grew by {growth:.1f} MiB over {counted:,} batches after the warm-up, limit {LIMIT_MIB:.0f} MiB")
+    told = f"{growth:+.1f} MiB over {counted:,} batches after the warm-up, limit {LIMIT_MIB:.0f} MiB"
+    if options.plot:
+        options.plot.write_text(plot(samples, options.warm_up, told), "utf-8")
+    print(told)
     return 1 if growth > LIMIT_MIB else 0
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from flowdflash.errors import DataInvalid
 from flowdflash.items import BatchTable, FloatArray, IntArray, SampleTable
-from flowdflash.stage import Check, StageConfig
+from flowdflash.stage import Bucketer, Check, StageConfig
 
 MOST_CELLS = 1024
 """Most places that ``optimal_edges`` looks at: its time and memory grow with the square of their number."""
@@ -219,23 +219,41 @@ def optimal_edges(
     return np.array(picked[::-1], dtype=np.int64)
 
 
-class Account:
-    """Counts of one epoch over all its blocks, for a bucketer's summary."""
+class BudgetBucketer(Bucketer):
+    """What bucketers under a budget share: who is let in, and an account of each epoch over all its blocks.
 
-    def __init__(self) -> None:
+    A bucketer of this sort says what its batches are (``_made``).
+    """
+
+    leftover_reason = "longer than the budget, or no full batch at the end of the epoch"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self._epoch, self._complete = -1, True
         self._counts: dict[str, int] = {}
         self._rows: dict[int, dict[str, int]] = {}
 
-    def close(
-        self, table: BatchTable, samples: SampleTable, refused: IntArray, incomplete: IntArray
-    ) -> tuple[BatchTable, SampleTable | None]:
-        """What a bucketer returns for these batches, counted."""
-        self._count(table, samples, len(refused), len(incomplete))
-        left = np.sort(np.concatenate([refused, incomplete]))
+    def check(self, check: Check) -> Mapping[str, Any]:
+        """The longest sample that can come fits the budget."""
+        budget = check_budget(check, self.config, check.facts.get("max_length", 0))
+        return {"buckets": getattr(self.config, "buckets", 0), **budget}
+
+    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
+        """Batches of the samples that are let in; incomplete ones are held back while more samples may come."""
+        out = self._refused(samples)
+        table, incomplete = self._made(samples, np.flatnonzero(~out), rng)
+        self._count(table, samples, int(out.sum()), len(incomplete))
+        left = np.sort(np.concatenate([np.flatnonzero(out), incomplete]))
         return table, samples.take(left) if len(left) else None
 
-    def summary(self, budget: int) -> Mapping[str, Any]:
+    def _refused(self, samples: SampleTable) -> NDArray[np.bool_]:
+        return over_budget(samples, self.config)
+
+    def _made(self, samples: SampleTable, keep: IntArray, rng: np.random.Generator) -> tuple[BatchTable, IntArray]:
+        """Batches of the samples at the positions ``keep``, and positions of those that are held back."""
+        raise NotImplementedError
+
+    def summary(self) -> Mapping[str, Any]:
         """Of the last epoch: counts and lengths per bucket, how full batches are, what was left out."""
         rows = self._rows
         real, padded = sum(r["tokens"] for r in rows.values()), sum(r["padded_tokens"] for r in rows.values())
@@ -247,7 +265,7 @@ class Account:
             "buckets": per_bucket,
             "batches": batches,
             "padding_waste": 1 - real / padded if padded else 0.0,
-            "fill": real / (batches * budget) if batches else 0.0,
+            "fill": real / (batches * self.config.token_budget) if batches else 0.0,
             **self._counts,
         }
 

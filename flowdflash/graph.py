@@ -85,18 +85,6 @@ class Graph:
         """Nodes of one kind, in topological order."""
         return tuple(node for node in self.nodes.values() if node.kind == kind)
 
-    def downstream(self, name: str) -> tuple[Node, ...]:
-        """Every stage that a stage feeds, directly or not, nearest first; topological order among equals."""
-        distance, rim = {name: 0}, [name]
-        while rim:
-            reached = {edge.target: None for at in rim for edge in self.outputs(at) if edge.target not in distance}
-            rim = list(reached)
-            distance |= dict.fromkeys(rim, max(distance.values()) + 1)
-        del distance[name]
-        return tuple(
-            sorted((node for node in self.nodes.values() if node.name in distance), key=lambda n: distance[n.name])
-        )
-
 
 class Checked(Protocol):
     """A checked pipeline, as far as a run and a comparison of two need it."""
@@ -120,19 +108,6 @@ class Checked(Protocol):
     @property
     def stall_secs(self) -> float:
         """How long nothing may move before a person is told; 0 for ever."""
-
-
-def downstream_fact(graph: Graph, name: str, fact: str) -> Any:
-    """What the nearest stage downstream of ``name`` returned as ``fact``, or None if none did.
-
-    Facts flow down with the data; this is for the few that are wanted upstream: an interleaver is told the accumulation
-    window, which the drafter sets.
-    """
-    for node in graph.downstream(name):
-        facts = graph.returned.get(node.name, {})
-        if fact in facts:
-            return facts[fact]
-    return None
 
 
 MAX_CYCLES = 20

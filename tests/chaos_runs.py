@@ -9,8 +9,11 @@ kernel. So kills land before a save, inside a file, inside a rename, between two
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -196,7 +199,7 @@ def one_story(folder: Path, pipeline: Path, kills: Iterator[Kill | None]) -> tup
     raise AssertionError(f"not finished after {MOST_TRIES} tries")
 
 
-EVENTS = (("write", 60), ("write", 60), ("rename", 12), ("rename", 12), ("step", 6), ("epoch end", 1), ("evaluate", 3))
+EVENTS = (("write", 60), ("write", 60), ("rename", 12), ("rename", 12), ("step", 6), ("epoch end", 1), ("evaluate", 5))
 
 
 def random_kills(seed: int, most: int) -> Iterator[Kill | None]:
@@ -213,18 +216,19 @@ def random_kills(seed: int, most: int) -> Iterator[Kill | None]:
 def warm_up() -> None:
     """Import what every child needs."""
     import torch
-    import transformers
-    from flowdflash_checkpoint import CheckpointSink
     from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3 import modeling_qwen3
 
-    from flowdflash import stages
-    from flowdflash.cli import resume, run_command
+    import flowdflash
     from flowdflash.plugin.loader import load_plugins
-    from flowdflash.runtime import compare, executor
 
+    for module in pkgutil.walk_packages(flowdflash.__path__, "flowdflash."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
-    load_plugins(builtin=[stages])
-    assert all((transformers, CheckpointSink, modeling_llama, resume, run_command, compare, executor))
+    load_plugins(builtin=[importlib.import_module("flowdflash.stages")])
+    assert modeling_llama and modeling_qwen3
+    gc.freeze()  # so that a child's collector leaves alone, and does not copy, what it shares with its parent
 
 
 def tell_stories(folder: Path, seeds: list[int], replicas: list[int], most_kills: int) -> list[dict[str, Any]]:
@@ -263,16 +267,21 @@ def tell_stories(folder: Path, seeds: list[int], replicas: list[int], most_kills
     return rows
 
 
+SAVING, SIGTERM = "step-000004/records.jsonl", signal.SIGTERM
 SIGNALS = {
-    "SIGTERM during a save": Kill("write", 1, match="step-000004/records.jsonl", signal=signal.SIGTERM, times=1),
-    "SIGTERM twice during a save": Kill("write", 1, match="step-000004/records.jsonl", signal=signal.SIGTERM, times=2),
+    "SIGTERM during a save": Kill("write", 1, match=SAVING, signal=SIGTERM, times=1),
+    "SIGTERM twice during a save": Kill("write", 1, match=SAVING, signal=SIGTERM, times=2),
     "SIGINT twice at a step": Kill("step", 3, signal=signal.SIGINT, times=2),
-    "SIGINT during an evaluation": Kill("evaluate", 2, signal=signal.SIGINT, times=1),
+    "SIGTERM during an evaluation that may be skipped": Kill("evaluate", 1, signal=SIGTERM, times=1),
+    "SIGTERM during an evaluation": Kill("evaluate", 2, signal=SIGTERM, times=1),
+    "SIGTERM twice during an evaluation": Kill("evaluate", 2, signal=SIGTERM, times=2),
+    "SIGTERM twice during the last evaluation": Kill("evaluate", 5, signal=SIGTERM, times=2),
 }
 
 
 def tell_signals(folder: Path) -> list[dict[str, Any]]:
     """One row per case of ``SIGNALS``: how the run ended, what it left, and how it differs once it has been resumed."""
+    from flowdflash.journal import entries
     from flowdflash.runtime.checkpoints import damage, saved_checkpoints
     from flowdflash.runtime.compare import compare_runs
 
@@ -285,13 +294,18 @@ def tell_signals(folder: Path) -> list[dict[str, Any]]:
     for name, kill in SIGNALS.items():
         run, note = folder / name / "run", folder / name / "note"
         run.parent.mkdir()
-        code = in_child(["run", str(pipeline), "--run-dir", str(run)], Trap(kill, run, note))
+        waits = "when_busy=skip" if "may be skipped" in name else "when_busy=wait"
+        options = ["--set", f"stages.acceptance.{waits}", "--run-dir", str(run)]
+        code = in_child(["run", str(pipeline), *options], Trap(kill, run, note))
+        secs = time.time() - note.stat().st_mtime
         outcome = json.loads((run / "outcome.json").read_text())
         saved = saved_checkpoints(run)
         newest = json.loads((saved[-1].folder / "checkpoint.json").read_text())["reason"] if saved else ""
         row = {"case": name, "exit": code, "status": outcome["status"], "aborted": outcome["aborted"], "newest": newest}
         row |= {"abandoned": outcome["abandoned"], "damaged": [str(s.folder) for s in saved if damage(s)]}
-        row["resumed"] = in_child(["run", "--resume", str(run)], Trap(None, run, note))
+        row |= {"evaluated": [e["step"] for e in entries(run / "evaluations.jsonl")], "secs": round(secs, 2)}
+        resume = ["run", "--resume", str(run), "--set", "stages.acceptance.when_busy=wait"]
+        row["resumed"] = in_child(resume, Trap(None, run, note))
         row["differences"] = list(compare_runs(straight, run).differences)
         rows.append(row)
     return rows

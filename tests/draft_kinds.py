@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import TINY, json_lines
-from drafter_fakes import batch, opened
+from drafter_fakes import SHAPE as SMALL
+from drafter_fakes import batch, lively, opened
 from ruamel.yaml import YAML
 
 from flowdflash import stages
@@ -20,7 +21,6 @@ from flowdflash.dflash.acceptance import answer_runs, walk
 from flowdflash.dflash.config import DraftConfig, tensor_shapes
 from flowdflash.dflash.decode import greedy, speculative_decode
 from flowdflash.dflash.export import load_zlab
-from flowdflash.dflash.model import DFlashDraft
 from flowdflash.dflash.sampling import Sampling
 from flowdflash.doctor.patient import Patient
 from flowdflash.errors import ModelInvalid
@@ -32,30 +32,7 @@ from flowdflash.testing import run_pipeline
 
 # Six tokens: random drafts are right often enough for every acceptance length to occur.
 SIX = 'toy:{"hidden_size":32,"num_layers":4,"heads":4,"kv_heads":2,"head_dim":8,"vocab_size":6}'
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 6,
-    "block_size": 4,
-    "mask_token_id": 5,
-    "target_layer_ids": (0, 2),
-    "num_target_layers": 4,
-    "rope_theta": 10000.0,
-}
-
-
-def lively(config: DraftConfig, seed: int = 0) -> DFlashDraft:
-    """A random draft whose weights are large enough for its tokens to differ from place to place."""
-    draft = config.new_draft(seed=seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8.0)
-    return draft.eval()
+SHAPE = {**SMALL, "vocab_size": 6, "mask_token_id": 5}
 
 
 def decodes_losslessly(config: DraftConfig, cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small drafter on a toy target, and batches for it, for tests of the drafter stage."""
+"""Small drafts, a small drafter on a toy target, and batches for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowdflash.dflash.config import DraftConfig
+from flowdflash.dflash.model import DFlashDraft
 from flowdflash.items import BatchInfo, FeatureBatch, StepRecord, TokenBatch
 from flowdflash.stage import OpenContext, PlanSummary
 from flowdflash.stages.dflash_drafter import DFlashDrafter
@@ -15,6 +17,35 @@ from flowdflash.stages.dflash_drafter import DFlashDrafter
 TOY = 'toy:{"hidden_size":32,"num_layers":6,"heads":4,"kv_heads":2,"head_dim":8,"vocab_size":64}'
 LAYERS = (1, 3)
 MASK = 63
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 272,
+    "block_size": 4,
+    "mask_token_id": 260,
+    "target_layer_ids": (0, 2),
+    "num_target_layers": 4,
+    "rope_theta": 10000.0,
+}
+"""Of a small draft for a toy target of four layers and 272 tokens."""
+
+
+def draft_config(**changes: Any) -> DraftConfig:
+    return DraftConfig(**{**SHAPE, **changes})
+
+
+def lively(config: DraftConfig, seed: int = 0) -> DFlashDraft:
+    """A random draft whose weights are large enough for its tokens to differ from place to place."""
+    draft = config.new_draft(seed=seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    return draft.eval()
 
 
 def batch(

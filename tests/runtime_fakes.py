@@ -25,9 +25,21 @@ from flowdflash.items import (
 )
 from flowdflash.runtime.executor import execute
 from flowdflash.runtime.outcome import RunOutcome
+from flowdflash.runtime.plan import PlanStages, plan_window
 from flowdflash.runtime.rundir import RunDir
 from flowdflash.runtime.stop import StopRequest
-from flowdflash.stage import Bucketer, Drafter, Generator, Interleaver, SilentReport, Sink, Source, Stage, TargetForward
+from flowdflash.stage import (
+    Bucketer,
+    Drafter,
+    Generator,
+    Interleaver,
+    OpenContext,
+    SilentReport,
+    Sink,
+    Source,
+    Stage,
+    TargetForward,
+)
 from flowdflash.stages.pull import Pull
 
 
@@ -369,6 +381,14 @@ class Pipeline:
 
     def losses(self) -> list[float]:
         return [record.loss for record in self.written("metrics", StepRecord)]
+
+
+def headers(graph: Graph, seed: int, folder: Path) -> list[BatchInfo]:
+    """The headers of a run, worked out without running it."""
+    chain = PlanStages.build(graph)
+    for name, stage in chain.stages():
+        stage.open(OpenContext(name, folder, folder, seed=seed, facts=graph.nodes[name].facts))
+    return list(chain.planner(seed, plan_window(graph)).batches())
 
 
 def threads_left() -> list[str]:

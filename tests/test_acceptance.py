@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import TINY, invoke, json_lines, overrides
+from drafter_fakes import draft_config, lively
 from safetensors.torch import load_file, save_file
 
 from flowdflash.cli.checkpoint_eval import _evaluator, _Setting
 from flowdflash.dflash import decode
 from flowdflash.dflash.acceptance import summarise
-from flowdflash.dflash.config import DraftConfig
 from flowdflash.dflash.decode import finish, greedy, speculative_decode
 from flowdflash.dflash.export import export_zlab, zlab_config
 from flowdflash.dflash.model import DFlashDraft
@@ -54,27 +54,7 @@ def one_thread() -> Iterator[None]:
 
 
 def draft_of(vocab_size: int, seed: int = 0) -> DFlashDraft:
-    """A random draft whose weights are large enough for its tokens to differ from place to place."""
-    config = DraftConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=vocab_size,
-        block_size=4,
-        mask_token_id=vocab_size - 1,
-        target_layer_ids=(0, 2),
-        num_target_layers=4,
-        rope_theta=10000.0,
-    )
-    draft = DFlashDraft(config, seed=seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(8.0)
-    return draft
+    return lively(draft_config(num_hidden_layers=1, vocab_size=vocab_size, mask_token_id=vocab_size - 1), seed)
 
 
 def checkpoint(draft: DFlashDraft, step: int = 3, reason: Any = "every") -> Checkpoint:

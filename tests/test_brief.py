@@ -16,14 +16,13 @@ import brief_stages
 import flowdflash_wandb
 import pytest
 from brief_stages import Seen
+from runtime_fakes import headers
 
 from flowdflash import stages
 from flowdflash.config.check import load_mapping
 from flowdflash.items import BatchInfo, FeatureBatch
 from flowdflash.plugin.loader import Plugins, load_plugins
 from flowdflash.runtime.outcome import RunOutcome
-from flowdflash.runtime.plan import PlanStages
-from flowdflash.stage import OpenContext
 from flowdflash.stages.dflash_drafter import DFlashDrafter
 from flowdflash.testing import run_pipeline
 
@@ -120,11 +119,7 @@ def all_plugins() -> Plugins:
 
 def planned(tree: dict[str, Any], tmp_path: Path) -> list[BatchInfo]:
     """The headers of a run, worked out without running it."""
-    graph = load_mapping(tree, all_plugins(), tmp_path).graph
-    chain = PlanStages.build(graph)
-    for name, stage in chain.stages():
-        stage.open(OpenContext(name, tmp_path, tmp_path, seed=tree["seed"]))
-    return list(chain.planner(tree["seed"], WINDOW).batches())
+    return headers(load_mapping(tree, all_plugins(), tmp_path).graph, tree["seed"], tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import invoke
 
 DRIVER = Path(__file__).with_name("chaos_runs.py")
 
@@ -24,36 +25,31 @@ def driven(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-def stories(folder: Path, seeds: list[int], *, kills: int) -> list[dict[str, Any]]:
-    """Runs with 1 and 4 target replicas that are killed and resumed."""
-    return driven(str(folder), json.dumps(seeds), "[1, 4]", str(kills))
+RUNS = int(os.environ.get("FLOWDFLASH_CHAOS_RUNS", "2"))
+"""How many runs are killed and resumed; every other one with 4 target replicas."""
 
 
 @pytest.mark.timeout(300)
-def test_runs_that_are_killed_at_random_moments_end_as_one_that_is_not(tmp_path: Path) -> None:
-    rows = stories(tmp_path, [1, 2], kills=3)
+@pytest.mark.parametrize("seed", range(1, max(RUNS, 1) + 1, 2))
+def test_runs_that_are_killed_at_random_moments_end_as_one_that_is_not(tmp_path: Path, seed: int) -> None:
+    rows = driven(str(tmp_path), json.dumps([seed, seed + 1]), "[1, 4]", "3")
     assert [row["replicas"] for row in rows] == [1, 4]
     for row in rows:
         assert row["differences"] == [], row
         assert row["steps"] == 16
-        assert sum(death["exit"] != 0 for death in row["landed"]) >= 2, row
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif("FLOWDFLASH_CHAOS_RUNS" not in os.environ, reason="set FLOWDFLASH_CHAOS_RUNS to a number of runs")
-def test_many_runs_that_are_killed_end_as_one_that_is_not(tmp_path: Path) -> None:
-    seeds = list(range(100, 100 + int(os.environ["FLOWDFLASH_CHAOS_RUNS"])))
-    assert [row for row in stories(tmp_path, seeds, kills=5) if row["differences"]] == []
+        assert row["landed"][0]["exit"] != 0, row
 
 
 @pytest.mark.timeout(300)
 def test_signals_stop_a_run_at_any_moment_and_it_goes_on_as_if_nobody_had(tmp_path: Path) -> None:
     for row in driven("signals", str(tmp_path)):
-        twice = "twice" in row["case"]
+        twice, evaluating = "twice" in row["case"], row["case"].startswith("SIGTERM during an evaluation")
         assert row["exit"] == (143 if "SIGTERM" in row["case"] else 130), row
         assert (row["status"], row["aborted"]) == ("interrupted", twice), row
         assert row["newest"] == "interrupted" or twice, row
         assert row["damaged"] == [] and row["abandoned"] == [], row
+        assert not evaluating or row["evaluated"][:2] == ([] if "skipped" in row["case"] else [0, 4]), row
+        assert row["secs"] < 20, "a second or so, on a machine that does nothing else"
         assert (row["resumed"], row["differences"]) == (0, []), row
 
 
@@ -67,6 +63,7 @@ class Fifo(Source):
 
     def epochs(self):
         with open("PIPE") as pipe:
+            print("reading", flush=True)
             pipe.read()
         return iter(())
 
@@ -81,34 +78,53 @@ def flowdflash_register(registry):
 """
 
 
-@pytest.mark.timeout(300)
-def test_a_source_that_blocks_on_a_pipe_stops_on_ctrl_c(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    (tmp_path / "fifo.py").write_text(FIFO.replace("PIPE", str(pipe)))
-    (tmp_path / "p.yaml").write_text(
-        """
+PIPELINE = """
 version: 1
 plugins: [./fifo.py]
 stages:
-  corpus: {kind: source, type: fifo}
+  corpus: {kind: source, SOURCE}
   buckets: {kind: bucketer, type: length, inputs: corpus, buckets: 2, token_budget: 64}
   dispatch: {kind: dispatcher, type: pull, inputs: buckets}
   target: {kind: target-forward, type: toy, inputs: dispatch}
   drafter: {kind: drafter, type: dflash, inputs: target, block_size: 4, schedule: constant, device: cpu}
   save: {kind: sink, type: checkpoint, inputs: drafter.checkpoints}
 """
-    )
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A named pipe beside a pipeline whose plugin knows how to wait for it."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "fifo.py").write_text(FIFO.replace("PIPE", str(tmp_path / "pipe")))
+    return tmp_path / "pipe"
+
+
+@pytest.mark.parametrize("source", ["chat_jsonl", "chat_parquet", "tokens"])
+def test_a_pipe_is_refused_where_rows_are_read_more_than_once(pipe: Path, source: str) -> None:
+    options = f"type: {source}, path: pipe, tokenizer: SmolLM2-135M-Instruct"
+    (pipe.parent / "p.yaml").write_text(PIPELINE.replace("SOURCE", options))
+    refused = invoke("validate", pipe.parent / "p.yaml")
+    assert refused.exit_code == 78
+    assert f"stages.corpus.path: {pipe} is a pipe or a device, but it is read more than once" in refused.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_source_that_blocks_on_a_pipe_stops_on_ctrl_c(pipe: Path) -> None:
+    folder = pipe.parent
+    (folder / "p.yaml").write_text(PIPELINE.replace("SOURCE", "type: fifo"))
     command = [sys.executable, "-m", "flowdflash.cli", "run", "p.yaml", "--run-dir", "r"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWDFLASH_CACHE_DIR": str(tmp_path / "cache")}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWDFLASH_CACHE_DIR": str(folder / "cache")}
+    writer, told = os.open(pipe, os.O_RDWR), ""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=tmp_path
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=folder
     ) as run:
-        writer = os.open(pipe, os.O_WRONLY)  # returns once the source has opened it too
+        assert run.stdout is not None
+        while not told.endswith("reading\n") and (line := run.stdout.readline()):
+            told += line
         run.send_signal(signal.SIGINT)
-        told, _ = run.communicate(timeout=240)
-        os.close(writer)
+        told += run.communicate(timeout=240)[0]
+    os.close(writer)
     assert run.returncode == 130, told
-    outcome = json.loads((tmp_path / "r" / "outcome.json").read_text())
+    outcome = json.loads((folder / "r" / "outcome.json").read_text())
     assert outcome["status"] == "interrupted" and outcome["abandoned"] == ["buckets[0]"]
-    assert (tmp_path / "r" / "checkpoints" / "latest").is_file(), "that of an interrupted run"
+    assert (folder / "r" / "checkpoints" / "latest").is_file(), "that of an interrupted run"

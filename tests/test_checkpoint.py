@@ -15,27 +15,23 @@ from typing import Any
 import flowdflash_checkpoint
 import pytest
 import torch
+from drafter_fakes import draft_config
 from flowdflash_checkpoint import CheckpointSink
 
-from flowdflash.dflash.config import DraftConfig, tensor_shapes
+from flowdflash.dflash.config import tensor_shapes
 from flowdflash.dflash.export import load_zlab, zlab_config
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.items import Checkpoint
 from flowdflash.stage import OpenContext, SilentReport
 
-CONFIG = DraftConfig(
+CONFIG = draft_config(
     hidden_size=16,
     intermediate_size=24,
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=8,
     vocab_size=40,
-    block_size=4,
     mask_token_id=39,
-    target_layer_ids=(0, 2),
-    num_target_layers=4,
-    rope_theta=10000.0,
 )
 TARGET = "toy:{}"
 

@@ -13,6 +13,7 @@ import pytest
 from flowdflash_packing import PackingBucketer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_fakes import headers
 from test_streaming import Stream
 
 from flowdflash import stages
@@ -23,7 +24,6 @@ from flowdflash.items import BatchTable, SampleTable
 from flowdflash.plugin.loader import load_plugins
 from flowdflash.runtime import executor, probe
 from flowdflash.runtime.draft_shape import DraftShape
-from flowdflash.runtime.plan import PlanStages
 from flowdflash.runtime.planner import PlanNames, Planner, plan_epochs
 from flowdflash.stage import Check, OpenContext
 from flowdflash.stages.equal_token import EqualTokenBucketer
@@ -139,10 +139,7 @@ def test_what_cannot_obey_a_budget_of_cost_refuses_it() -> None:
 def test_the_plan_counts_anchors_as_the_drafter_says(tmp_path: Path, cost_budget: int) -> None:
     tree = with_options("drafter", anchor_cost_tokens=3.0)
     tree["stages"]["buckets"] = {**tree["stages"]["buckets"], "cost_budget": cost_budget}
-    chain = PlanStages.build(checked(tree))
-    for name, stage in chain.stages():
-        stage.open(OpenContext(name, tmp_path, tmp_path))
-    infos = list(chain.planner(3, 2).batches())
+    infos = headers(checked(tree), 3, tmp_path)
     anchors = [max(min(n - 1, 4) for n in info.supervised) * info.samples for info in infos]
     assert [info.cost for info in infos] == [i.padded_tokens + 3.0 * n for i, n in zip(infos, anchors, strict=True)]
     assert (max(info.cost for info in infos) <= 100) == bool(cost_budget)

@@ -13,7 +13,7 @@ from flowdflash_dflare import DFlareConfig, DFlareDrafter
 from pydantic import ValidationError
 
 from flowdflash.dflash.config import tensor_shapes
-from flowdflash.dflash.model import Rotary
+from flowdflash.dflash.layers import Rotary
 from flowdflash.dflash.optim import MuonAdamW
 
 CONFIG = DFlareConfig(**SHAPE)

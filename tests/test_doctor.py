@@ -26,11 +26,11 @@ from doctor_runs import (
     patient,
     resealed,
 )
+from drafter_fakes import draft_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowdflash.dflash import training
-from flowdflash.dflash.config import DraftConfig
 from flowdflash.dflash.export import export_zlab
 from flowdflash.dflash.mask import AttentionMask, block_mask
 from flowdflash.dflash.model import DFlashDraft
@@ -394,9 +394,7 @@ BYTES = ToyModel(num_layers=6).ref
 
 def untrained(tmp_path: Path) -> Path:
     """The export of a draft that has learnt nothing."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 272, "block_size": 4, "mask_token_id": 260}
-    config = DraftConfig(**shape, target_layer_ids=(1, 3), num_target_layers=6, rope_theta=10000.0)
+    config = draft_config(num_hidden_layers=1, target_layer_ids=(1, 3), num_target_layers=6)
     return export_zlab(tmp_path / "draft", config, DFlashDraft(config, seed=5).state_dict())
 
 

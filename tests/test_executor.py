@@ -370,25 +370,31 @@ def test_a_fault_in_any_stage_ends_the_run_with_that_error(
     assert written["status"] == "failed" and stage in written["error"]
 
 
+@pytest.mark.parametrize("error", [OSError("no such device"), SystemExit(3), MemoryError("full")], ids=repr)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_does_not_open_stops_everything_before_it_starts(tmp_path: Path, stage: str) -> None:
+def test_a_stage_that_does_not_open_stops_everything_before_it_starts(
+    tmp_path: Path, stage: str, error: BaseException
+) -> None:
     pipeline = Pipeline()
-    pipeline.faults.at(stage, "open", 0, OSError("no such device"))
+    pipeline.faults.at(stage, "open", 0, error)
     with pytest.raises(StageFailed) as caught:
         pipeline.run(tmp_path)
-    assert (caught.value.stage, caught.value.phase) == (stage, "open")
+    assert (caught.value.stage, caught.value.phase, caught.value.cause) == (stage, "open", error)
     tried = STAGES[: STAGES.index(stage) + 1]
     assert sorted(name for name, _ in pipeline.journal.of("close")) == sorted(tried)
     assert pipeline.journal.of("step") == [] and pipeline.journal.of("forward") == []
 
 
+@pytest.mark.parametrize("error", [OSError("no such device"), SystemExit(3), MemoryError("full")], ids=repr)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_does_not_close_fails_the_run_and_the_others_close(tmp_path: Path, stage: str) -> None:
+def test_a_stage_that_does_not_close_fails_the_run_and_the_others_close(
+    tmp_path: Path, stage: str, error: BaseException
+) -> None:
     pipeline = Pipeline()
-    pipeline.faults.at(stage, "close", 0, OSError("disk full"))
+    pipeline.faults.at(stage, "close", 0, error)
     with pytest.raises(StageFailed) as caught:
         pipeline.run(tmp_path)
-    assert (caught.value.stage, caught.value.phase) == (stage, "close")
+    assert (caught.value.stage, caught.value.phase, caught.value.cause) == (stage, "close", error)
     assert sorted(name for name, _ in pipeline.journal.of("close")) == sorted(STAGES)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import invoke
+from drafter_fakes import draft_config
 from safetensors.torch import load_file, save_file
 
-from flowdflash.dflash.config import DraftConfig
 from flowdflash.dflash.export import export_zlab
 from flowdflash.dflash.model import DFlashDraft
 from flowdflash.errors import ModelInvalid
@@ -22,20 +22,7 @@ from flowdflash.target.load import load_embedding_and_head
 from flowdflash.target.toy import ToyModel
 
 TOY = ToyModel(num_layers=6)
-CONFIG = DraftConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=272,
-    block_size=4,
-    mask_token_id=260,
-    target_layer_ids=(1, 3),
-    num_target_layers=6,
-    rope_theta=10000.0,
-)
+CONFIG = draft_config(intermediate_size=64, num_hidden_layers=1, target_layer_ids=(1, 3), num_target_layers=6)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from runtime_fakes import TRAINING, FakeSink, FakeTarget, Journal, Pipeline, thr
 
 from flowdflash.errors import StageFailed
 from flowdflash.items import Checkpoint, FeatureBatch, StepRecord, TokenBatch
+from flowdflash.runtime import crew
 from flowdflash.stage import SilentReport
 from flowdflash.testing import run_pipeline
 
@@ -174,6 +175,27 @@ def test_a_fault_in_any_replica_names_it(tmp_path: Path, replica: int) -> None:
     assert closed.count("target") == 3 and len(closed) == 10
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("policy", ["stop", "skip_step"])
+def test_n1_a_gradient_that_is_not_finite_reaches_neither_weights_nor_moments(tmp_path: Path, policy: str) -> None:
+    import torch
+    from drafter_fakes import batch, opened, records
+
+    drafter = opened(tmp_path, on_nonfinite=policy)
+    list(drafter.step(batch(0)))
+    held = {**drafter.trainer.weights(), **drafter.trainer.moments()["state"][0]}
+    next(drafter.trainer.draft.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    if policy == "stop":
+        with pytest.raises(FloatingPointError, match=r"step 2: gradient norm is .* samples \[10, 11\]"):
+            list(drafter.step(batch(1)))
+    else:
+        (record,) = records(drafter.step(batch(1)))
+        assert record.loss < torch.inf and "gradient norm is" in record.skipped
+        assert drafter.summary()["steps_skipped"] == 1
+    now = {**drafter.trainer.weights(), **drafter.trainer.moments()["state"][0]}
+    assert len(held) > 5 and all(torch.equal(tensor, now[name]) for name, tensor in held.items())
+
+
 @pytest.mark.timeout(120)
 def test_features_that_are_not_numbers_end_the_run_with_step_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +231,29 @@ def test_features_that_are_not_numbers_end_the_run_with_step_and_samples(
     assert (caught.value.stage, caught.value.batch, len(caught.value.sample_ids)) == ("drafter", 2, 2)
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-000002\n", "that of the last good step"
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_failed_run_does_not_wait_for_ever_for_a_stage_that_does_not_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "CLOSE_GRACE_SECS", 0.05)
+    release = threading.Event()
+
+    class Endless(FakeSink):
+        def close(self) -> None:
+            super().close()
+            release.wait(15)
+
+    pipeline = Pipeline(classes={"metrics": Endless})
+    pipeline.faults.at("target", "forward", 3, ValueError("boom"))
+    with pytest.raises(StageFailed, match="boom"):
+        pipeline.run(tmp_path)
+    left = [t for t in threading.enumerate() if t.name.startswith("flowdflash-")]
+    assert not release.is_set() and any("metrics[0] is stuck" in line for line in pipeline.report.lines)
+    assert "metrics[0]" in json.loads((tmp_path / "run" / "outcome.json").read_text())["abandoned"]
+    release.set()
+    for thread in left:
+        thread.join(10)
 
 
 def test_a_stage_that_raises_while_another_does_is_listed_behind_it(tmp_path: Path) -> None:

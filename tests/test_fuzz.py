@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 
 from flowdflash import stages
 from flowdflash.config.check import load, load_text
-from flowdflash.config.problems import format_problems
+from flowdflash.config.problems import FORMATS
 from flowdflash.errors import PipelineInvalid
 from flowdflash.plugin.loader import Plugins, load_plugins
 from flowdflash.render.text import text as as_text
@@ -170,7 +170,7 @@ def tried(file: Path, data: bytes, plugins: Plugins, overrides: list[str]) -> No
         pipeline = load(file, plugins, overrides=overrides)
     except PipelineInvalid as invalid:
         assert invalid.problems
-        told = "".join(format_problems(invalid.problems, form) for form in ("text", "json", "github"))
+        told = "".join(written(invalid.problems) for written in FORMATS.values())
         told.encode()
         assert all(problem.file and problem.message for problem in invalid.problems)
         for fault in ("Traceback", "mistake in the plugin", "cannot be checked", "Error: "):

@@ -1,4 +1,4 @@
-"""Order, cycles, and looking downstream."""
+"""Order, cycles and edges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from flowdflash.config.check import load_mapping
 from flowdflash.errors import PipelineInvalid
-from flowdflash.graph import Graph, downstream_fact, topological
+from flowdflash.graph import Graph, topological
 
 
 def demo(tmp_path: Path, **stages: Any) -> Graph:
@@ -62,25 +62,6 @@ def test_outputs_and_kinds(tmp_path: Path) -> None:
         "drafter.checkpoints->evaluate",
     ]
     assert [node.name for node in graph.of_kind("sink")] == ["metrics", "board", "save", "evaluate"]
-
-
-def test_downstream_is_nearest_first_and_does_not_hold_the_stage(tmp_path: Path) -> None:
-    graph = demo(tmp_path)
-    assert [node.name for node in graph.downstream("dispatch")][:2] == ["target", "drafter"]
-    assert graph.downstream("save") == ()
-
-
-def test_downstream_fact_is_that_of_the_nearest_stage_that_has_it(tmp_path: Path) -> None:
-    second = {
-        "order2": {"kind": "interleaver", "type": "stratified", "inputs": "buckets"},
-        "dispatch2": {"kind": "dispatcher", "type": "pull", "inputs": "order2"},
-        "target2": {"kind": "target-forward", "type": "toy", "inputs": "dispatch2"},
-        "drafter2": {"kind": "drafter", "type": "dflash", "inputs": "target2", "accumulate": 2},
-        "save2": {"kind": "sink", "type": "checkpoint", "inputs": "drafter2.checkpoints"},
-    }
-    graph = demo(tmp_path, **second)
-    assert downstream_fact(graph, "order", "window") == 8 and downstream_fact(graph, "order2", "window") == 2
-    assert downstream_fact(graph, "order", "no such fact") is None
 
 
 @pytest.mark.parametrize(

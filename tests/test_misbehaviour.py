@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,13 @@ from runtime_fakes import (
     FakePull,
     FakeSink,
     FakeSource,
+    FakeTarget,
     Pipeline,
     in_thread,
     threads_left,
 )
 
+from flowdflash.cli.console import _signals
 from flowdflash.errors import PluginBroken, StageFailed
 from flowdflash.plugin import hookimpl
 from flowdflash.plugin.loader import Plugins
@@ -90,15 +93,70 @@ def stuck_run(tmp_path: Path, base: type[Stage], method: str, stage: str) -> tup
 
 @pytest.mark.parametrize(
     ("base", "method", "stage"),
-    [(FakePull, "route", "dispatch"), (FakeSink, "write", "metrics"), (FakeBucketer, "batches", "buckets")],
+    [
+        (FakePull, "route", "dispatch"),
+        (FakeSink, "write", "metrics"),
+        (FakeBucketer, "batches", "buckets"),
+        (FakeSource, "open", "source"),
+        (FakeTarget, "open", "target"),
+        (FakeTarget, "summary", "target"),
+        (FakeSink, "close", "metrics"),
+    ],
 )
 def test_a_stage_that_never_returns_is_left_behind_and_named(
     tmp_path: Path, base: type[Stage], method: str, stage: str
 ) -> None:
     outcome, pipeline = stuck_run(tmp_path, base, method, stage)
-    thread = {"buckets": "order"}.get(stage, stage)
+    thread = {"buckets": "order", "source": "order"}.get(stage, stage)
     assert outcome.status == "interrupted" and outcome.aborted
     assert any(thread in line and "is stuck in a call" in line for line in pipeline.report.lines), pipeline.report.lines
+
+
+def test_a_summary_that_exits_fails_the_run_and_every_stage_closes(tmp_path: Path) -> None:
+    def leave(self: Any) -> None:
+        raise SystemExit(3)
+
+    pipeline = Pipeline(classes={"target": type("Leaving", (FakeTarget,), {"type": "leaving", "summary": leave})})
+    with pytest.raises(StageFailed, match="SystemExit") as caught:
+        pipeline.run(tmp_path)
+    assert (caught.value.stage, caught.value.phase) == ("target", "close")
+    assert len(pipeline.journal.of("close")) == 8 and threads_left() == []
+
+
+class Hanging:
+    """Stands for a plugin whose hook at the start of a run does not return."""
+
+    def __init__(self) -> None:
+        self.called = threading.Event()
+
+    def notify(self, name: str, /, **arguments: Any) -> list[str]:
+        if name == "flowdflash_run_started":
+            self.called.set()
+            threading.Event().wait(15)
+        return []
+
+
+def test_ctrl_c_a_third_time_leaves_a_hook_that_does_not_return(tmp_path: Path) -> None:
+    heard, plugin = threading.Semaphore(0), Hanging()
+
+    class Heard(StopRequest):
+        def request(self) -> None:
+            super().request()
+            heard.release()
+
+    def interrupt() -> None:
+        assert plugin.called.wait(10)
+        for _ in range(3):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            heard.acquire(timeout=10)
+
+    stop = Heard()
+    thread, _ = in_thread(interrupt)
+    with _signals(stop), pytest.raises(KeyboardInterrupt):
+        Pipeline().run(tmp_path, plugins=plugin, stop=stop)
+    heard.release()
+    thread.join(10)
+    assert not thread.is_alive() and threads_left() == []
 
 
 class InPieces(FakeSink):

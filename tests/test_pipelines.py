@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from cli_runs import ROOT, TINY, invoke, json_lines, overrides
 from ruamel.yaml import YAML
+from runtime_fakes import headers
 
 from flowdflash import stages
 from flowdflash.config.check import load
 from flowdflash.plugin.loader import load_plugins
-from flowdflash.runtime.plan import plan_graph
 from flowdflash.testing import run_pipeline
 
 PIPELINES = sorted((ROOT / "pipelines").glob("*.yaml"))
@@ -118,18 +119,17 @@ def test_the_pause_for_a_checkpoint_is_told_where_it_fell(by_command: Path) -> N
 
 def test_every_window_spans_the_buckets_as_planned(by_command: Path, tmp_path: Path) -> None:
     pipeline = load(TINY, load_plugins(builtin=[stages]))
-    plan = plan_graph(pipeline.graph, pipeline.seed, run_dir=tmp_path, cache_dir=tmp_path)
-    planned, together = [], 0
-    for epoch in plan.epochs:
-        order = epoch.buckets.tolist()
-        for at in range(0, len(order), plan.window):
-            window = Counter(order[at : at + plan.window])
-            planned.append({str(bucket): count for bucket, count in sorted(window.items())})
+    size, mixes, together = pipeline.graph.nodes["drafter"].config.accumulate, [], 0
+    for _, epoch in groupby(headers(pipeline.graph, pipeline.seed, tmp_path), key=lambda info: info.epoch):
+        order = [info.bucket for info in epoch]
+        for at in range(0, len(order), size):
+            window = Counter(order[at : at + size])
+            mixes.append({str(bucket): count for bucket, count in sorted(window.items())})
             together += len(window) > 1
             others_left = set(order[at:]) - set(window)
             assert len(window) > 1 or not others_left, f"{window} while {others_left} had batches left"
-    assert [r["buckets"] for r in json_lines(by_command / "metrics.jsonl")] == planned
-    assert len(planned) == 12 and together == 10, "21 batches an epoch: every full window spans buckets"
+    assert [r["buckets"] for r in json_lines(by_command / "metrics.jsonl")] == mixes
+    assert len(mixes) == 12 and together == 10, "21 batches an epoch: every full window spans buckets"
 
 
 def test_the_tiny_run_keeps_checkpoints_and_evaluations(by_command: Path) -> None:

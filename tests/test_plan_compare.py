@@ -44,13 +44,19 @@ def test_what_is_shown_is_what_a_run_does(tmp_path: Path) -> None:
     assert [ids for _, _, ids in pipeline.journal.of("step")] == shown
 
 
-def test_a_stage_that_fails_is_named_and_all_are_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "method", "phase", "opened"),
+    [("order", "order", "run", 5), ("buckets", "open", "open", 4), ("buckets", "close", "close", 5)],
+)
+def test_a_stage_that_fails_is_named_and_all_are_closed(
+    stage: str, method: str, phase: str, opened: int, tmp_path: Path
+) -> None:
     pipeline = Pipeline()
-    pipeline.faults.at("order", "order", 1, OSError("no"))
+    pipeline.faults.at(stage, method, 1, OSError("no"))
     with pytest.raises(StageFailed) as caught:
         planned({"own": pipeline.graph, "again": pipeline.graph}, tmp_path)
-    assert caught.value.stage == "order"
-    assert len(pipeline.journal.of("open")) == len(pipeline.journal.of("close")) == 5
+    assert (caught.value.stage, caught.value.phase) == (stage, phase)
+    assert len(pipeline.journal.of("open")) == len(pipeline.journal.of("close")) == opened
 
 
 def test_a_streaming_source_is_refused_since_its_samples_are_not_known(tmp_path: Path) -> None:

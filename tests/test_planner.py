@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from runtime_fakes import TRAINING, Pipeline
 from flowdflash.errors import PipelineInvalid, PluginBroken, StageFailed
 from flowdflash.graph import Graph, Node
 from flowdflash.items import BatchTable, SampleTable
-from flowdflash.runtime.plan import PlanStages, plan_graph, window_of
+from flowdflash.runtime.plan import PlanStages
 from flowdflash.runtime.planner import PlanNames, Planner, plan_epochs, summarise
 from flowdflash.stage import Bucketer, Interleaver, Source
 
@@ -311,25 +310,6 @@ def test_windows_end_with_their_epoch() -> None:
     assert (summary.epochs, summary.batches, summary.steps) == (2, 14, 4)
     assert (summary.samples_per_epoch, summary.tokens_per_epoch) == (14, 42)
     assert summarise(plan, 8).steps == 2
-
-
-def test_a_plan_needs_only_the_planning_plane(tmp_path: Path) -> None:
-    pipeline = Pipeline(options={"source": {"epochs": 2}, "drafter": {"accumulate": 4}})
-    pipeline.faults.at("target", "open", 0, AssertionError("not to be opened"))
-    plan = plan_graph(pipeline.graph, 7, run_dir=tmp_path, cache_dir=tmp_path)
-    assert summarise(plan).steps == 4 and window_of(pipeline.graph, "drafter") == 4
-    assert [name for name, *_ in pipeline.journal.of("open")] == ["source", "buckets", "order"]
-    assert [name for name, *_ in pipeline.journal.of("close")] == ["order", "buckets", "source"]
-
-
-@pytest.mark.parametrize("phase", ["open", "close"])
-def test_a_plan_names_the_stage_that_does_not_open_or_close(tmp_path: Path, phase: str) -> None:
-    pipeline = Pipeline()
-    pipeline.faults.at("buckets", phase, 0, OSError("no"))
-    with pytest.raises(StageFailed) as caught:
-        plan_graph(pipeline.graph, 7, run_dir=tmp_path, cache_dir=tmp_path)
-    assert (caught.value.stage, caught.value.phase) == ("buckets", phase)
-    assert ("source",) in [entry[:1] for entry in pipeline.journal.of("close")]
 
 
 def test_a_run_has_one_source() -> None:

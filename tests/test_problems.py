@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowdflash.config.problems import format_problems
+from flowdflash.config.problems import as_github, as_json, as_text
 from flowdflash.errors import Problem
 
 
@@ -18,7 +18,7 @@ def test_text_has_the_line_and_a_caret_under_the_column(tmp_path: Path, monkeypa
     problem = Problem(
         "input should be a valid integer", "stages.buckets.edges.1", "pipelines/dflash.yaml", 7, 18, "write 1024"
     )
-    assert format_problems([problem]) == (
+    assert as_text([problem]) == (
         "pipelines/dflash.yaml:7:18: stages.buckets.edges.1: input should be a valid integer\n"
         "     7 |     edges: [512, 1k]\n"
         "       |                  ^\n"
@@ -35,13 +35,13 @@ def test_caret_stands_under_tabs_and_wide_and_combining_signs(
 ) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("\ufeff" + line + "\r\nb: 2\r\n", encoding="utf-8")
-    assert format_problems([Problem("m", "p", str(path), 1, column)]).splitlines()[-1] == f"       | {caret}"
+    assert as_text([Problem("m", "p", str(path), 1, column)]).splitlines()[-1] == f"       | {caret}"
 
 
 def test_long_line_is_shown_around_the_column(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("a: [" + "1, " * 2000 + "X" + ", 1" * 2000 + "]\n")
-    _, line, caret = format_problems([Problem("m", "p", str(path), 1, 6005)]).splitlines()
+    _, line, caret = as_text([Problem("m", "p", str(path), 1, 6005)]).splitlines()
     assert len(line) < 200 and line[caret.index("^")] == "X"
 
 
@@ -51,17 +51,17 @@ def test_warning_says_so_and_a_place_outside_files_shows_no_line() -> None:
         Problem("n", "b", "--set b"),
         Problem("o", "", "gone.yaml", 3, 4),
     ]
-    assert format_problems(problems) == "warning: a: m\n--set b: b: n\ngone.yaml:3:4: o"
+    assert as_text(problems) == "warning: a: m\n--set b: b: n\ngone.yaml:3:4: o"
 
 
 def test_nothing_in_a_message_breaks_a_line_or_moves_the_cursor() -> None:
-    assert format_problems([Problem("a\nb\x1b[2J\udc80", hint="c\nd")]) == "a b\ufffd[2J\ufffd\n       hint: c d"
+    assert as_text([Problem("a\nb\x1b[2J\udc80", hint="c\nd")]) == "a b\ufffd[2J\ufffd\n       hint: c d"
 
 
 def test_json_holds_every_field() -> None:
     problem = Problem("größe", "a.b", "x.yaml", 1, 2, "h", "warning")
-    (told,) = json.loads(format_problems([problem], "json"))
-    assert Problem(**told) == problem and format_problems([], "json") == "[]"
+    (told,) = json.loads(as_json([problem]))
+    assert Problem(**told) == problem and as_json([]) == "[]"
 
 
 def test_github_annotations_are_escaped() -> None:
@@ -70,13 +70,8 @@ def test_github_annotations_are_escaped() -> None:
         Problem("n", "b", "--set b", severity="warning"),
         Problem("o"),
     ]
-    assert format_problems(problems, "github").splitlines() == [
+    assert as_github(problems).splitlines() == [
         "::error file=x%2Cy%3Az.yaml,line=1,col=2::a: 100%25%0Asure (h)",
         "::warning::--set b: b: n",
         "::error::o",
     ]
-
-
-def test_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of text, json, github"):
-        format_problems([], "xml")

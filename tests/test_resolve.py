@@ -175,16 +175,17 @@ def test_paths_start_from_the_folder_of_the_file_that_they_are_in(tmp_path: Path
     (tmp_path / "base" / "p.py").write_text("")
     child = tmp_path / "child.yaml"
     child.write_text("extends: base/root.yaml\nstages: {corpus: {extra_paths: [x.jsonl], tokenizer: ./tok}}\n")
-    pipeline = load(child, FakePlugins())
+    plugins, again_loaded = FakePlugins(), FakePlugins()
+    pipeline = load(child, plugins)
     config, top = pipeline.graph.nodes["corpus"].config, tmp_path.resolve()
     assert config.path == top / "base/data/train.jsonl"
     assert config.extra_paths == (top / "x.jsonl",) and config.tokenizer == str(top / "tok")
-    assert pipeline.plugin_files == (top / "base/p.py",)
+    assert plugins.loaded == [top / "base/p.py"]
     assert pipeline.resolved["stages"]["corpus"]["path"] == "./base/data/train.jsonl"
     again = tmp_path / "again.yaml"
     again.write_text(pipeline.text)
-    reloaded = load(again, FakePlugins())
-    assert reloaded.graph.nodes["corpus"].config == config and reloaded.plugin_files == pipeline.plugin_files
+    reloaded = load(again, again_loaded)
+    assert reloaded.graph.nodes["corpus"].config == config and again_loaded.loaded == plugins.loaded
 
 
 def test_files_that_extend_one_another_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

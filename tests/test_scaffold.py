@@ -50,7 +50,9 @@ def test_the_entry_point_names_the_module(tmp_path):
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"] == ["my_order.py"]
 
 
-@pytest.mark.parametrize("name", ["My", "1st", "a-b", "", "class", "random", "numpy", "flowdflash", "interleaver"])
+@pytest.mark.parametrize(
+    "name", ["My", "1st", "a-b", "", "class", "random", "numpy", "flowdflash", "interleaver", "field"]
+)
 def test_a_name_that_would_not_work_is_refused_and_nothing_is_written(tmp_path, name):
     with pytest.raises(FlowdflashError):
         new_plugin(name, "interleaver", tmp_path)

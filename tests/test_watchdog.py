@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runtime_fakes import FakeSource, Pipeline, threads_left
+from runtime_fakes import FakeSink, FakeSource, Pipeline, threads_left
 
 from flowdflash.runtime.channel import Channel
 from flowdflash.runtime.meter import WorkerMeter
@@ -62,6 +62,21 @@ def test_a_stuck_source_is_named_with_the_edge_that_it_does_not_feed(tmp_path: P
 
     pipeline = Pipeline(classes={"source": Slow}, report=report, stall_secs=0.05)
     assert pipeline.run(tmp_path).steps == 7
+
+
+def test_a_sink_that_does_not_close_is_told_of_with_its_stack(tmp_path: Path) -> None:
+    report = Listening("nothing has moved for", "thread flowdflash-metrics[0]:", "in flush_for_long")
+
+    class Slow(FakeSink):
+        def close(self) -> None:
+            super().close()
+            self.flush_for_long()
+
+        def flush_for_long(self) -> None:
+            assert report.told.wait(15)
+
+    pipeline = Pipeline(classes={"metrics": Slow}, report=report, stall_secs=0.05)
+    assert pipeline.run(tmp_path).status == "finished"
 
 
 def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:

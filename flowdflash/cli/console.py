@@ -188,7 +188,7 @@ def is_resumable(pipeline: Pipeline) -> bool:
 
 def _steps_wanted(plan: Any, pipeline: Pipeline) -> int:
     """Optimizer steps of the plan, or as many of them as the drafter wants."""
-    planned: int = sum(epoch.steps(plan.window) for epoch in plan.epochs)
+    planned: int = plan.steps()
     drafters = pipeline.graph.of_kind("drafter")
     limit: int = getattr(drafters[0].config, "max_steps", 0) if drafters else 0
     return min(planned, limit) if limit else planned
@@ -200,6 +200,8 @@ def _signals(stop: StopRequest) -> Iterator[list[int]]:
     received: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if stop.urgent:
+            raise KeyboardInterrupt  # this thread itself does not return, from a hook of a plugin
         received.append(number)
         stop.request()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowdflash.plugin.loader import PluginInfo
+    from flowdflash.plugin.info import PluginInfo
     from flowdflash.plugin.registry import Registered
 
 

@@ -42,7 +42,7 @@ def plan_text(plan: Plan) -> str:
         for b in buckets
     ]
     head = ("bucket", "samples", "share", "batches", "share", "tokens", "padding", "mean length", "max length")
-    steps = sum(epoch.steps(plan.window) for epoch in plan.epochs)
+    steps = plan.steps()
     samples, batches, tokens = (sum(getattr(b, name) for b in buckets) for name in ("samples", "batches", "tokens"))
     lines = [f"plan: {len(plan.epochs)} epochs, {steps:,} optimizer steps of {plan.window} batches; over all epochs:"]
     lines += [table(head, rows), f"total   {samples:,} samples, {batches:,} batches, {tokens:,} tokens"]

@@ -33,7 +33,6 @@ class Pipeline:
         resolved: the whole pipeline as nested dicts and lists of texts, with ``extends``, references and overrides
             worked in. It is a valid pipeline itself; its paths are relative to the folder of ``path``.
         warnings: what does not stop a run.
-        plugin_files: plugins of one file that it named, absolute.
     """
 
     path: Path
@@ -44,7 +43,6 @@ class Pipeline:
     graph: Graph
     resolved: dict[str, Any]
     warnings: tuple[Problem, ...] = ()
-    plugin_files: tuple[Path, ...] = ()
 
     @property
     def text(self) -> str:
@@ -122,7 +120,7 @@ def _load(
     filled = fill(override(root, overrides, problems), problems, os.environ)
     found = Found(filled.root, problems, filled.failed)
     spec = validate(PipelineSpec, filled.root, (), found, partial(elsewhere, root=filled.root, plugins=plugins))
-    files = _load_plugins(filled.root, plugins, found)
+    _load_plugins(filled.root, plugins, found)
     stages = declare(found, plugins)
     graph = with_facts(stages, wire(stages, found), found)
     if not found.errors:
@@ -140,14 +138,12 @@ def _load(
         graph=graph,
         resolved=resolved(filled.root, name, graph),
         warnings=PipelineInvalid(told).problems,
-        plugin_files=files,
     )
 
 
-def _load_plugins(root: Table, plugins: Plugins, found: Found) -> tuple[Path, ...]:
+def _load_plugins(root: Table, plugins: Plugins, found: Found) -> None:
     """Load the plugins that the pipeline names; anything but a list of texts has been refused before."""
     node = root.entries.get("plugins")
-    files = []
     for index, item in enumerate(node.nodes if isinstance(node, Items) else ()):
         path = ("plugins", str(index))
         if not isinstance(item, Scalar) or not item.text or path in found.failed:
@@ -156,14 +152,12 @@ def _load_plugins(root: Table, plugins: Plugins, found: Found) -> tuple[Path, ..
             file = absolute(item)
         except ValueError:  # no path; its validation has said so
             continue
-        files.append(file)
         try:
             plugins.load_file(file)
         except PluginBroken as error:
             found.add(path, str(error))
         except Exception as error:
             found.add(path, f"cannot load the plugin: {type(error).__name__}: {error}")
-    return tuple(files)
 
 
 def _ask_plugins(graph: Graph, plugins: Plugins, found: Found) -> None:

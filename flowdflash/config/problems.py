@@ -15,17 +15,6 @@ _LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 _WIDEST = 160
 
 
-def format_problems(problems: Iterable[Problem], format: str = "text") -> str:
-    """Problems in the order given, as ``text``, ``json`` or ``github``; ends without a line break.
-
-    Raises:
-        ValueError: there is no such format.
-    """
-    if format not in FORMATS:
-        raise ValueError(f"there is no format {format!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[format](problems)
-
-
 def as_text(problems: Iterable[Problem]) -> str:
     """One paragraph per problem: place, message, the line with a caret under the column, hint."""
     lines: dict[str, list[str]] = {}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as installed
 from pathlib import Path
@@ -24,8 +22,9 @@ from flowdflash.errors import PluginBroken, Problem
 from flowdflash.plugin import hookspecs
 from flowdflash.plugin.audit import HOOKS, hook_faults, hooks_of
 from flowdflash.plugin.hookspecs import PROJECT
-from flowdflash.plugin.missing import Absent, explain
-from flowdflash.plugin.registry import Registered, Registry
+from flowdflash.plugin.info import PluginInfo
+from flowdflash.plugin.missing import Absent, explain, normal
+from flowdflash.plugin.registry import Registry
 
 if TYPE_CHECKING:
     from flowdflash.graph import Graph
@@ -33,31 +32,6 @@ if TYPE_CHECKING:
 
 SLOW_IMPORT_SECS = 3.0
 """A plugin that takes longer to import delays every command, and a person is told which it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class PluginInfo:
-    """What is known of one plugin.
-
-    Attributes:
-        name: name of its entry point, of its module or of its file.
-        origin: ``built-in``, ``distribution NAME`` or ``file PATH``.
-        version: version of the distribution, empty for a file.
-        import_secs: time its import took.
-        stages: what it registered.
-        hooks: hooks that it implements.
-        error: why it is left out; empty if it works.
-        disabled: left out because somebody asked for that.
-    """
-
-    name: str
-    origin: str
-    version: str = ""
-    import_secs: float = 0.0
-    stages: tuple[Registered, ...] = ()
-    hooks: tuple[str, ...] = ()
-    error: str = ""
-    disabled: bool = False
 
 
 class Plugins:
@@ -103,7 +77,7 @@ class Plugins:
 
     def load_entry_point(self, point: EntryPoint) -> None:
         """Load an installed plugin; a fault is recorded in ``broken``."""
-        info = _entry_point_info(point)
+        info = PluginInfo.of(point)
         error = self._load(info, point.load)
         if error is not None:
             self._absent.append(Absent(info.name, info.origin, error, entry_point=point))
@@ -127,8 +101,8 @@ class Plugins:
 
     def skip(self, point: EntryPoint) -> None:
         """Leave an installed plugin out because somebody disabled it."""
-        info = _entry_point_info(point)
-        self.infos.append(PluginInfo(info.name, info.origin, info.version, disabled=True))
+        info = PluginInfo.of(point, disabled=True)
+        self.infos.append(info)
         self._absent.append(Absent(info.name, info.origin, entry_point=point))
 
     def check(self, graph: Graph) -> list[Problem]:
@@ -249,10 +223,10 @@ def load_plugins(
     plugins = Plugins()
     for module in builtin:
         plugins.load_module(module)
-    unmatched = {_normal(name): name for name in disabled}
+    unmatched = {normal(name): name for name in disabled}
     wanted = set(unmatched)
     for point in sorted(installed(group=PROJECT), key=lambda p: (p.name, p.value)) if entry_points else ():
-        names = {_normal(point.name), _normal(point.dist.name) if point.dist else ""}
+        names = {normal(point.name), normal(point.dist.name) if point.dist else ""}
         if names & wanted:
             plugins.skip(point)
         else:
@@ -275,11 +249,6 @@ def _load_folder(plugins: Plugins, folder: Path) -> None:
             plugins.load_file(path)
         except PluginBroken:
             continue  # recorded; the pipeline may not need it
-
-
-def _entry_point_info(point: EntryPoint) -> PluginInfo:
-    dist = point.dist
-    return PluginInfo(point.name, f"distribution {dist.name if dist else point.module}", dist.version if dist else "")
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -314,7 +283,3 @@ def _broken(name: str, error: BaseException) -> PluginBroken:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, PluginBroken) else f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

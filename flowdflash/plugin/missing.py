@@ -99,17 +99,18 @@ def _own(plugin: Absent, cause: ModuleNotFoundError) -> bool:
 def _cure(plugin: Absent, module: str) -> str:
     point = plugin.entry_point
     if point is not None and point.dist is not None:
-        wanted = _normal(module.partition(".")[0])
+        wanted = normal(module.partition(".")[0])
         for requirement in point.dist.requires or ():
             match = re.match(r"""([\w.\-]+).*extra\s*==\s*["']([^"']+)["']""", requirement)
-            if match and _normal(match[1]) == wanted:
+            if match and normal(match[1]) == wanted:
                 return f"install the extra: pip install '{point.dist.name}[{match[2]}]'"
         if point.extras:
             return f"install the extra: pip install '{point.dist.name}[{','.join(point.extras)}]'"
     return f"install it, usually with: pip install {module.partition('.')[0]}"
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """A name as packages compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

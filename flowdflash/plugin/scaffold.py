@@ -31,7 +31,7 @@ def new_plugin(name: str, kind: str, into: Path) -> list[Path]:
     """
     if kind not in USAGE:
         raise FlowdflashError(f"there is no template for a {kind!r}; there is one for each of {', '.join(USAGE)}")
-    _refuse_name(name)
+    _refuse_name(name, _template(f"{kind}.py"))
     folder = Path(into) / name
     if folder.exists():
         raise FlowdflashError(f"{folder} exists already; choose another name, or remove it")
@@ -67,10 +67,11 @@ def _class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
 
 
-def _refuse_name(name: str) -> None:
+def _refuse_name(name: str, template: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise FlowdflashError(f"{name!r} cannot be a plugin's name; use lower case letters, digits and underscores")
-    if hasattr(stage, _class_name(name)) or hasattr(items, _class_name(name)):
+    imported = " ".join(re.findall("^from .* import (.*)", template, re.MULTILINE)).replace(",", "").split()
+    if _class_name(name) in {*stage.__all__, *items.__all__, *imported}:
         raise FlowdflashError(f"{name!r} would give a class of a name that flowdflash uses itself; choose another")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise FlowdflashError(f"{name!r} is the name of a module that is installed already; choose another")

@@ -84,11 +84,6 @@ class Dispatch:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def loads(self) -> tuple[ReplicaLoad, ...]:
-        """Load of every replica."""
-        with self._changed:
-            return self._loads()
-
     def _loads(self) -> tuple[ReplicaLoad, ...]:
         columns = zip(self._outstanding, self._cost, self._dispatched, strict=True)
         return tuple(ReplicaLoad(i, n, cost, self._capacity, sent) for i, (n, cost, sent) in enumerate(columns))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from flowdflash.cache import cache_dir as user_cache_dir
 from flowdflash.errors import StageFailed
 from flowdflash.graph import Checked, Node
-from flowdflash.runtime.channel import ChannelAborted
+from flowdflash.runtime.crew import Crew
 from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import Ledger
 from flowdflash.runtime.observers import Notifier, Observers
@@ -26,7 +26,7 @@ from flowdflash.runtime.rundir import RunDir
 from flowdflash.runtime.stop import StopRequest
 from flowdflash.runtime.watchdog import Watchdog
 from flowdflash.runtime.wiring import PLANNING, Wiring, replicas_of
-from flowdflash.runtime.worker import Opening, Phase, Reply, Worker, pump
+from flowdflash.runtime.worker import Opening, Reply, Worker, pump
 from flowdflash.runtime.works import DraftWork, SinkWork
 from flowdflash.stage import OpenContext, PlanSummary, Report, Vocabulary
 
@@ -34,10 +34,6 @@ __all__ = ["GRACE_SECS", "RunOutcome", "StopRequest", "execute"]
 
 GRACE_SECS = 3.0
 """How long a thread may go on after a failure, or a feeding thread after everything else has ended."""
-
-
-SAVE_GRACE_SECS = 60.0
-"""How long a thread that is writing a checkpoint may go on after that."""
 
 
 def execute(
@@ -78,7 +74,7 @@ def execute(
 
 
 class _Execution:
-    """One run, from the calling thread's point of view: it tells threads what to do and waits for their replies."""
+    """One run, from the calling thread's point of view."""
 
     def __init__(
         self,
@@ -93,35 +89,31 @@ class _Execution:
     ) -> None:
         self._resume = resume
         self._pipeline, self._run_dir, self._report, self._stop = pipeline, run, report, stop
-        self._cache_dir, self._grace_secs = cache_dir, grace_secs
+        self._cache_dir = cache_dir
         # A SimpleQueue may be put to from a signal handler that interrupts a get on the same thread.
-        self._replies: SimpleQueue[Reply | None] = SimpleQueue()
+        replies: SimpleQueue[Reply | None] = SimpleQueue()
         self._observers = Observers(plugins, report)
         self._wiring = Wiring(
             pipeline.graph,
             seed=pipeline.seed,
             ordering=pipeline.ordering,
-            replies=self._replies,
+            replies=replies,
             stop=stop,
             report=report,
             observers=self._observers,
             resume=resume,
         )
         self._watchdog = Watchdog(self._wiring, report, pipeline.stall_secs)
+        self._crew = Crew(self._wiring, self._watchdog, grace_secs)
         self._plan: Plan | None = None
         self._vocabulary: Vocabulary | None = None
         self._summaries: dict[str, Mapping[str, Any]] = {}
-        self._abandoned: list[Worker] = []
-        self._running: set[Worker] = set()
-        self._phase: Phase = "open"
-        self._deadline: float | None = None
-        self._prolonged = False
         self._started = False
         self._run_secs = 0.0
 
     def run(self, on_plan: Callable[[Plan], None] | None) -> RunOutcome:
         wiring, begin = self._wiring, time.monotonic()
-        wake = partial(self._replies.put, None)
+        wake = partial(wiring.replies.put, None)
         self._stop.listen(wake)
         try:
             try:
@@ -132,9 +124,7 @@ class _Execution:
                     self._observers.tell("flowdflash_run_started", run=self._run_dir)
                     self._run_all()
             except BaseException as error:
-                wiring.abort(error)
-                self._limit()
-                self._wait()
+                self._crew.give_up(error)
                 raise
             finally:
                 self._close_all()
@@ -153,7 +143,7 @@ class _Execution:
             if self._halted:
                 return
             openings = self._openings(worker)
-            self._do([worker], "open", partial(Worker.open, openings=openings))
+            self._crew.do([worker], "open", partial(Worker.open, openings=openings))
             if worker is self._wiring.workers[0] and not self._halted:
                 self._make_plan(worker)
                 if self._plan is not None and on_plan is not None:
@@ -176,7 +166,7 @@ class _Execution:
             consumed = self._resume.ledger if self._resume is not None else None
             keep_plan(stages, self._plan, self._run_dir.path, consumed)
 
-        self._do([worker], "plan", plan)
+        self._crew.do([worker], "plan", plan)
 
     def _measured(self, shape: DraftShape) -> DraftShape:
         ctx = OpenContext("", self._run_dir.path, self._cache_dir, seed=self._pipeline.seed, report=self._report)
@@ -220,7 +210,7 @@ class _Execution:
         if self._halted or not sinks or self._wiring.graph.of_kind("drafter"):
             return
         done: list[set[int]] = []
-        self._do(list(sinks), "open", lambda worker: done.append(set(sinks[worker].batches_done)))
+        self._crew.do(list(sinks), "open", lambda worker: done.append(set(sinks[worker].batches_done)))
         if not self._halted:
             self._wiring.leave_out(Ledger.of(set.intersection(*done)))
 
@@ -234,7 +224,7 @@ class _Execution:
         begin = time.monotonic()
         self._watchdog.start()
         try:
-            self._do(self._wiring.workers, "run", lambda worker: pump(worker.work))
+            self._crew.do(self._wiring.workers, "run", lambda worker: pump(worker.work))
         finally:
             self._run_secs = time.monotonic() - begin
 
@@ -242,91 +232,27 @@ class _Execution:
         """Ask for summaries and close, downstream first; then let every thread end."""
         wiring = self._wiring
         for worker in reversed(wiring.workers):
-            if worker.tried and worker not in self._abandoned:
-                if self._started and not wiring.failures:
-                    self._gather(worker)
+            if worker.tried and worker not in self._crew.abandoned:
+                self._watchdog.start()
                 # A sink may take long to write what it holds, so only a second request to stop ends this wait.
-                self._do([worker], "close", lambda worker: worker.close(wiring.fail))
+                self._crew.do([worker], "close", self._close)
         for worker in wiring.workers:
-            if worker in self._abandoned:
+            if worker in self._crew.abandoned:
                 worker.tell("close", partial(worker.close, lambda failure: None))
             worker.dismiss()
         for worker in wiring.workers:
-            if worker not in self._abandoned:
+            if worker not in self._crew.abandoned:
                 worker.join()
 
-    def _gather(self, worker: Worker) -> None:
-        replica = worker.work.replica
-        for name, stage in worker.stages:
+    def _close(self, worker: Worker) -> None:
+        """Ask for summaries and close. On the worker's thread, where a summary that hangs can be left behind."""
+        replica, wiring = worker.work.replica, self._wiring
+        for name, stage in worker.stages if self._started and not wiring.failures else ():
             try:
                 self._summaries[summary_name(name, replica)] = dict(stage.summary())
-            except Exception as error:
-                self._wiring.fail(StageFailed(name, error, phase="close", replica=replica))
-
-    def _do(self, workers: Sequence[Worker], phase: Phase, action: Callable[[Worker], None]) -> None:
-        """Tell threads to do something and wait until they have, or until waiting makes no more sense."""
-        self._running, self._phase, self._deadline = set(workers), phase, None
-        for worker in workers:
-            worker.tell(phase, partial(action, worker))
-        self._wait()
-
-    def _wait(self) -> None:
-        while self._running:
-            self._adjust()
-            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-            quiet = self._watchdog.look() if self._phase == "run" else None
-            try:
-                reply = self._replies.get(timeout=min((t for t in (left, quiet) if t is not None), default=None))
-            except Empty:
-                if self._deadline is not None and time.monotonic() >= self._deadline:
-                    self._abandon()
-                continue
-            if reply is None:
-                continue
-            self._running.discard(reply.worker)
-            if reply.error is not None and not isinstance(reply.error, ChannelAborted):
-                self._wiring.fail(_as_failure(reply))
-
-    def _adjust(self) -> None:
-        """After every reply and every request to stop: what to shut down, and how long to wait still."""
-        wiring, phase = self._wiring, self._phase
-        if self._stop.urgent:
-            wiring.abort(KeyboardInterrupt("asked twice to stop"))
-            self._limit()
-        if phase == "close":
-            return
-        if wiring.failures or (self._stop.requested and phase != "run"):
-            self._limit()
-        if phase != "run":
-            return
-        drafting = any(isinstance(worker.work, DraftWork) for worker in self._running)
-        if self._stop.requested:
-            wiring.interrupt_drafters()
-            if not drafting:
-                wiring.retire_feeders()
-        if all(worker.feeds for worker in self._running):
-            self._limit()
-
-    def _limit(self) -> None:
-        latest = time.monotonic() + self._grace_secs
-        if self._deadline is None or self._stop.urgent:
-            self._deadline = latest if self._deadline is None else min(self._deadline, latest)
-
-    def _abandon(self) -> None:
-        """Leave threads behind that are stuck. A checkpoint that is being written is worth waiting longer for, once."""
-        saving: set[Worker] = set()
-        if not (self._prolonged or self._stop.urgent):
-            saving = {worker for worker in self._running if isinstance(worker.work, SinkWork) and worker.work.saving}
-        for worker in self._running - saving:
-            self._abandoned.append(worker)
-            self._report.warn(
-                f"thread {worker.name} is stuck in a call that cannot be interrupted; it was left behind, "
-                "and its stage is closed when the call returns"
-            )
-        if saving:
-            self._report.warn("a checkpoint is still being written; waiting for it (Ctrl-C twice leaves it)")
-        self._running, self._prolonged = saving, True
-        self._deadline = time.monotonic() + SAVE_GRACE_SECS
+            except BaseException as error:
+                wiring.fail(StageFailed(name, error, phase="close", replica=replica))
+        worker.close(wiring.fail)
 
     @property
     def _unfinished(self) -> bool:
@@ -341,7 +267,7 @@ class _Execution:
 
     def _conclude(self, wall_secs: float) -> RunOutcome:
         wiring = self._wiring
-        if self._started and not (wiring.failures or self._stop.urgent or self._abandoned):
+        if self._started and not (wiring.failures or self._stop.urgent or self._crew.abandoned):
             try:
                 check_books(wiring, stopped=self._stop.requested)
             except StageFailed as failure:
@@ -352,7 +278,7 @@ class _Execution:
             self._run_secs,
             interrupted=self._stop.requested and self._unfinished,
             aborted=self._stop.urgent,
-            abandoned=tuple(worker.name for worker in self._abandoned),
+            abandoned=tuple(worker.name for worker in self._crew.abandoned),
             summaries=self._summaries,
         )
         self._run_dir.write_outcome(outcome.as_dict())
@@ -362,11 +288,3 @@ class _Execution:
             first.later.extend(later)
             raise first
         return outcome
-
-
-def _as_failure(reply: Reply) -> StageFailed:
-    if isinstance(reply.error, StageFailed):
-        return reply.error
-    assert reply.error is not None
-    phase = reply.phase if reply.phase in ("open", "close") else "run"
-    return StageFailed(reply.worker.work.stage, reply.error, phase=phase, replica=reply.worker.work.replica)

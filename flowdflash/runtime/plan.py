@@ -1,18 +1,15 @@
-"""The planning plane of a graph: its stages, and what a run will look like before it starts."""
+"""The planning plane of a graph: its stages, and the accumulation window that the plan is made for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from flowdflash.errors import PipelineInvalid, Problem, StageFailed
 from flowdflash.graph import Graph, Node
 from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import NOTHING, Ledger
-from flowdflash.runtime.planner import Plan, PlanNames, Planner, plan_epochs
-from flowdflash.stage import Bucketer, Interleaver, OpenContext, Report, SilentReport, Source, Stage
+from flowdflash.runtime.planner import PlanNames, Planner
+from flowdflash.stage import Bucketer, Interleaver, Source, Stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +70,7 @@ def build(node: Node) -> Stage:
 
 def window_of(graph: Graph, name: str) -> int:
     """Micro-batches per optimizer step of a drafter, from what its check returned; 1 if it did not say."""
-    returned: Mapping[str, Mapping[str, object]] = getattr(graph, "returned", {})
-    window = returned.get(name, {}).get("window", 1)
+    window = graph.returned.get(name, {}).get("window", 1)
     return window if isinstance(window, int) and window > 0 else 1
 
 
@@ -82,31 +78,3 @@ def plan_window(graph: Graph) -> int:
     """The window that the plan is made for: that of the first drafter, or 1."""
     drafters = graph.of_kind("drafter")
     return window_of(graph, drafters[0].name) if drafters else 1
-
-
-def plan_graph(
-    graph: Graph, seed: int, *, run_dir: Path, cache_dir: Path, report: Report | None = None, window: int = 0
-) -> Plan:
-    """Open the planning plane of a pipeline, plan every epoch, close it. Nothing downstream is touched.
-
-    Raises:
-        StageFailed: a stage raised in open, while planning, or in close.
-    """
-    stages = PlanStages.build(graph)
-    ctx = OpenContext("", run_dir, cache_dir, seed=seed, report=report or SilentReport())
-    with ExitStack() as closing:
-        for name, stage in stages.stages():
-            closing.callback(_close, name, stage)
-            node: Node = graph.nodes[name]
-            try:
-                stage.open(replace(ctx, stage=name, facts=node.facts))
-            except BaseException as error:
-                raise StageFailed(name, error, phase="open") from error
-        return plan_epochs(stages.planner(seed, window or plan_window(graph)))
-
-
-def _close(name: str, stage: Stage) -> None:
-    try:
-        stage.close()
-    except BaseException as error:
-        raise StageFailed(name, error, phase="close") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowdflash.items import FloatArray, IntArray
+from flowdflash.items import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,19 @@ class EpochPlan:
     """One epoch, its batches in planned order.
 
     Attributes:
-        epoch: 0-based epoch.
         buckets, samples, tokens, padded_tokens, max_length: ``[B]`` one entry per batch.
-        mean_length: ``[B]`` float, one entry per batch.
         dropped: samples that are in no batch, by reason.
     """
 
-    epoch: int
     buckets: IntArray
     samples: IntArray
     tokens: IntArray
     padded_tokens: IntArray
     max_length: IntArray
-    mean_length: FloatArray
     dropped: Mapping[str, int]
 
     def __len__(self) -> int:
         return len(self.buckets)
-
-    def steps(self, window: int) -> int:
-        """Optimizer steps: a window never crosses the end of an epoch."""
-        return -(-len(self) // window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +71,10 @@ class Plan:
         """Batches over all epochs."""
         return sum(len(epoch) for epoch in self.epochs)
 
+    def steps(self, window: int = 0) -> int:
+        """Optimizer steps, of so many batches each where that is not the plan's; none crosses the end of an epoch."""
+        return sum(-(-len(epoch) // (window or self.window)) for epoch in self.epochs)
+
     @property
     def dropped(self) -> dict[str, int]:
         """Samples that are in no batch, by reason, over all epochs."""
@@ -90,11 +86,10 @@ class Plan:
 
     def bucket_rows(self) -> tuple[BucketRow, ...]:
         """One row per bucket, over all epochs."""
-        buckets = np.concatenate([e.buckets for e in self.epochs])
-        samples = np.concatenate([e.samples for e in self.epochs])
-        tokens = np.concatenate([e.tokens for e in self.epochs])
-        padded = np.concatenate([e.padded_tokens for e in self.epochs])
-        longest = np.concatenate([e.max_length for e in self.epochs])
+        columns = ("buckets", "samples", "tokens", "padded_tokens", "max_length")
+        buckets, samples, tokens, padded, longest = (
+            np.concatenate([getattr(epoch, name) for epoch in self.epochs]) for name in columns
+        )
         rows = []
         for bucket in np.unique(buckets).tolist():
             here = buckets == bucket

@@ -258,8 +258,8 @@ def summarise(plan: Plan, window: int = 0, vocabulary: Vocabulary | None = None)
     first = plan.epochs[0]
     return PlanSummary(
         epochs=len(plan.epochs),
-        batches=sum(len(epoch) for epoch in plan.epochs),
-        steps=sum(epoch.steps(window or plan.window) for epoch in plan.epochs),
+        batches=plan.batches,
+        steps=plan.steps(window),
         samples_per_epoch=int(first.samples.sum()),
         tokens_per_epoch=int(first.tokens.sum()),
         vocabulary=vocabulary,
@@ -268,14 +268,14 @@ def summarise(plan: Plan, window: int = 0, vocabulary: Vocabulary | None = None)
 
 
 def _epoch(blocks: Sequence[PlanBlock]) -> EpochPlan:
-    tables = [(block.batches, block.order) for block in blocks]
+    def column(name: str) -> IntArray:
+        return np.concatenate([getattr(block.batches, name)[block.order] for block in blocks])
+
     return EpochPlan(
-        epoch=blocks[0].batches.samples.epoch,
-        buckets=np.concatenate([table.bucket[order] for table, order in tables]),
-        samples=np.concatenate([table.sizes[order] for table, order in tables]),
-        tokens=np.concatenate([table.tokens[order] for table, order in tables]),
-        padded_tokens=np.concatenate([table.padded_tokens[order] for table, order in tables]),
-        max_length=np.concatenate([table.max_length[order] for table, order in tables]),
-        mean_length=np.concatenate([table.mean_length[order] for table, order in tables]),
-        dropped={reason: count for block in blocks for reason, count in block.dropped.items()},
+        column("bucket"),
+        column("sizes"),
+        column("tokens"),
+        column("padded_tokens"),
+        column("max_length"),
+        {reason: count for block in blocks for reason, count in block.dropped.items()},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,12 +30,6 @@ def share_out(costs: FloatArray, ranks: int) -> tuple[IntArray, ...]:
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], first, parts))
     parts = heap[0][2] if heap else [(0.0, []), *idle]
     return tuple(np.sort(np.array(batches, dtype=np.int64)) for _, batches in parts)
-
-
-def windows_by_rank(costs: FloatArray, window: int, ranks: int) -> Iterator[tuple[IntArray, ...]]:
-    """Per window of an epoch, the positions in the epoch of each rank's batches; the last window may be shorter."""
-    for start in range(0, len(costs), window):
-        yield tuple(share + start for share in share_out(costs[start : start + window], ranks))
 
 
 def balance(costs: FloatArray, shares: Sequence[IntArray]) -> float:

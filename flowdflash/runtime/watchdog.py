@@ -49,7 +49,7 @@ class Watchdog:
         return self._stall_secs
 
     def _lines(self, quiet_secs: float) -> Iterator[str]:
-        yield f"nothing has moved for {quiet_secs:.0f} s; the run goes on waiting (Ctrl-C stops it)"
+        yield f"nothing has moved for {quiet_secs:.0f} s; the run goes on waiting (Ctrl-C stops it, twice at once)"
         yield from (f"stuck: {line}" for line in self._stuck())
         for worker in self._wiring.workers:
             meter = worker.work.meter

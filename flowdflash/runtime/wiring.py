@@ -14,6 +14,7 @@ from flowdflash.items import BatchInfo, Checkpoint, StepRecord
 from flowdflash.runtime.channel import Channel, OrderedChannel
 from flowdflash.runtime.collate import collate
 from flowdflash.runtime.dispatch import Dispatch
+from flowdflash.runtime.feeding import DispatchWork, PlanWork
 from flowdflash.runtime.ledger import NOTHING, Ledger
 from flowdflash.runtime.observers import Observers, Tally
 from flowdflash.runtime.outlets import Outlet
@@ -22,7 +23,7 @@ from flowdflash.runtime.resume import Resume
 from flowdflash.runtime.stop import StopRequest
 from flowdflash.runtime.turns import Turns
 from flowdflash.runtime.worker import Worker
-from flowdflash.runtime.works import DispatchWork, DraftWork, ForwardWork, PlanWork, SinkWork
+from flowdflash.runtime.works import DraftWork, ForwardWork, SinkWork
 from flowdflash.stage import Dispatcher, Drafter, Generator, PlanSummary, Report, Sink, Stage, TargetForward
 
 PLANNING = ("source", "bucketer", "interleaver")

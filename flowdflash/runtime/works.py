@@ -1,4 +1,4 @@
-"""What each kind of stage does with an item: the only place where stages and channels meet."""
+"""What the stages that compute or write do with an item: with ``feeding``, where stages and channels meet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import log2
-from typing import Any, ClassVar
+from typing import Any
 
 from flowdflash.errors import PluginBroken
 from flowdflash.items import BatchInfo, Checkpoint, FeatureBatch, GeneratedBatch, StepRecord, TokenBatch
-from flowdflash.runtime.channel import END, Channel
-from flowdflash.runtime.dispatch import Dispatch, Routed
+from flowdflash.runtime.channel import Channel
 from flowdflash.runtime.outlets import Outlet, put_to
-from flowdflash.runtime.planner import Planner
 from flowdflash.runtime.resume import Resume, take_up
 from flowdflash.runtime.turns import Turns
 from flowdflash.runtime.worker import Work
@@ -24,78 +22,6 @@ from flowdflash.stage import Drafter, Generator, Sink, Stage, TargetForward
 
 MOST_RECORDS = 256
 """Records that a checkpoint holds: a sink of records may be so far behind, in its edge and in itself, and lose none."""
-
-
-class PlanWork(Work):
-    """Plans, and hands batch headers to the dispatcher."""
-
-    gets_by_working: ClassVar[bool] = True
-
-    def __init__(self, stage: str, planner: Planner, outlets: Sequence[Outlet]) -> None:
-        super().__init__(stage)
-        self.planner, self._outlets = planner, outlets
-        self._batches: Iterator[BatchInfo] = planner.batches()
-        self._unwanted = False
-
-    def over(self) -> bool:
-        """Whether the readers have stopped reading."""
-        return self._unwanted
-
-    def get(self) -> Any:
-        """The next batch of the plan."""
-        return next(self._batches, END)
-
-    def process(self, item: BatchInfo) -> Iterable[BatchInfo]:
-        """The batch, stamped."""
-        return (item.stamped(self.stage, time.monotonic()),)
-
-    def put(self, output: BatchInfo) -> bool:
-        """Hand it on."""
-        self._unwanted = not put_to(self._outlets, output)
-        return not self._unwanted
-
-    def leave(self) -> None:
-        """The plan has ended, or nobody wants more of it."""
-        for outlet in self._outlets:
-            outlet.finish()
-
-
-class DispatchWork(Work):
-    """Takes a routed batch, fetches its tokens, puts it into the channel of its replica."""
-
-    def __init__(
-        self,
-        stage: str,
-        number: int,
-        dispatch: Dispatch,
-        fill: Callable[[BatchInfo], TokenBatch],
-        channels: Sequence[Channel[TokenBatch]],
-    ) -> None:
-        super().__init__(stage, number)
-        self._dispatch, self._fill, self._channels = dispatch, fill, channels
-
-    def get(self) -> Any:
-        """The next batch and its replica; the time that it waited for a replica is time blocked on output."""
-        routed = self._dispatch.take()
-        if routed is not END:
-            self.meter.wait_in_secs -= routed.blocked_secs
-            self.meter.wait_out_secs += routed.blocked_secs
-        return routed
-
-    def process(self, item: Routed) -> Iterable[tuple[Routed, TokenBatch]]:
-        """Tokens, padded."""
-        batch = self._fill(item.info)
-        return ((item, replace(batch, info=item.info.stamped(self.stage, time.monotonic()))),)
-
-    def put(self, output: tuple[Routed, TokenBatch]) -> bool:
-        """Hand it to its replica, in the order in which batches were routed to it."""
-        routed, batch = output
-        return self._channels[routed.replica].put(batch, routed.ticket)
-
-    def leave(self) -> None:
-        """No replica gets more from this thread."""
-        for channel in self._channels:
-            channel.finish()
 
 
 class ComputeWork(Work):

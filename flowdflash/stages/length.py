@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from flowdflash.batching import (
-    Account,
     BatchSize,
+    BudgetBucketer,
     BudgetOptions,
     bucketed,
     check_budget,
@@ -24,7 +25,7 @@ from flowdflash.items import BatchTable, IntArray, SampleTable
 from flowdflash.stage import Bucketer, Check
 
 
-class LengthBucketer(Bucketer):
+class LengthBucketer(BudgetBucketer, Bucketer):
     """Groups samples of like length into batches under a budget of padded tokens.
 
     A sample goes to the first bucket whose edge is not below its length. Within a bucket samples are permuted, so that
@@ -48,10 +49,6 @@ class LengthBucketer(Bucketer):
                 raise ValueError("give `edges` or `buckets`, not both")
             return self
 
-    def __init__(self, config: LengthBucketer.Config) -> None:
-        super().__init__(config)
-        self._account = Account()
-
     def check(self, check: Check) -> Mapping[str, Any]:
         """Edges rise, and the longest sample that can come has a bucket and fits the budget."""
         config, edges = self.config, self.config.edges
@@ -71,19 +68,11 @@ class LengthBucketer(Bucketer):
         budget = check_budget(check, config, edges[-1] if edges else (longest or 0))
         return {"buckets": len(edges) or config.buckets, **budget}
 
-    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
-        """Batches bucket after bucket; incomplete ones are held back while more samples may come."""
-        keep, refused = self._admit(samples)
+    def _made(self, samples: SampleTable, keep: IntArray, rng: np.random.Generator) -> tuple[BatchTable, IntArray]:
         edges = np.asarray(self.config.edges or equal_token_edges(samples.lengths[keep], self.config.buckets))
-        table, incomplete = bucketed(samples, keep, edges, self.config, self.config.batch_size, rng)
-        return self._account.close(table, samples, refused, incomplete)
+        return bucketed(samples, keep, edges, self.config, self.config.batch_size, rng)
 
-    def summary(self) -> Mapping[str, Any]:
-        """Of the last epoch: counts and lengths per bucket, how full batches are, what was left out."""
-        return self._account.summary(self.config.token_budget)
-
-    def _admit(self, samples: SampleTable) -> tuple[IntArray, IntArray]:
-        """Positions to bucket and positions to leave out, by the stated policies."""
+    def _refused(self, samples: SampleTable) -> NDArray[np.bool_]:
         config = self.config
         over_long = samples.lengths > config.edges[-1] if config.edges else np.zeros(len(samples), bool)
         if over_long.any() and config.over_long == "error":
@@ -94,4 +83,4 @@ class LengthBucketer(Bucketer):
         within = np.flatnonzero(~over_long)
         out = over_long.copy()
         out[within] = over_budget(samples.take(within), config)
-        return np.flatnonzero(~out), np.flatnonzero(out)
+        return out

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from flowdflash.batching import Account, BatchSize, BudgetOptions, bucketed, check_budget, optimal_edges, over_budget
-from flowdflash.items import BatchTable, SampleTable
+from flowdflash.batching import BatchSize, BudgetBucketer, BudgetOptions, bucketed, optimal_edges
+from flowdflash.items import BatchTable, IntArray, SampleTable
 from flowdflash.stage import Bucketer, Check
 
 
-class OptimalBucketer(Bucketer):
+class OptimalBucketer(BudgetBucketer, Bucketer):
     """Groups samples of like length into buckets whose edges waste least padding, or make fewest batches.
 
     Edges are multiples of ``grid``, found by dynamic programming over the lengths there are: no other edges on the grid
@@ -21,7 +21,6 @@ class OptimalBucketer(Bucketer):
     """
 
     type = "optimal"
-    leftover_reason = "longer than the budget, or no full batch at the end of the epoch"
 
     class Config(BudgetOptions):
         """Options of the optimal bucketer."""
@@ -35,19 +34,16 @@ class OptimalBucketer(Bucketer):
 
     def __init__(self, config: OptimalBucketer.Config) -> None:
         super().__init__(config)
-        self._account = Account()
         self._edges: tuple[int, ...] = ()
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The longest sample that can come fits the budget."""
         if self.config.cost_budget and self.config.minimise == "batches":
             check.refuse("minimise", "edges of fewest batches are not known under a cost_budget", "minimise padding")
-        return {"buckets": self.config.buckets, **check_budget(check, self.config, check.facts.get("max_length", 0))}
+        return super().check(check)
 
-    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
-        """Batches bucket after bucket; incomplete ones are held back while more samples may come."""
-        config, out = self.config, over_budget(samples, self.config)
-        keep = np.flatnonzero(~out)
+    def _made(self, samples: SampleTable, keep: IntArray, rng: np.random.Generator) -> tuple[BatchTable, IntArray]:
+        config = self.config
         edges = optimal_edges(
             samples.lengths[keep],
             config.buckets,
@@ -56,9 +52,8 @@ class OptimalBucketer(Bucketer):
             minimise=config.minimise,
         )
         self._edges = tuple(edges.tolist())
-        table, incomplete = bucketed(samples, keep, edges, config, config.batch_size, rng)
-        return self._account.close(table, samples, np.flatnonzero(out), incomplete)
+        return bucketed(samples, keep, edges, config, config.batch_size, rng)
 
     def summary(self) -> Mapping[str, Any]:
         """Of the last epoch: counts and lengths per bucket, how full batches are, what was left out; its edges."""
-        return {**self._account.summary(self.config.token_budget), "edges": list(self._edges)}
+        return {**super().summary(), "edges": list(self._edges)}

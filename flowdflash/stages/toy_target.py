@@ -114,19 +114,7 @@ class ToyTarget(TargetForward):
         """Build the toy, or read it if it was built before."""
         from flowdflash.target.tapped import TappedTarget
 
-        config = self.config
-        self._target = TappedTarget(
-            self._toy().ref,
-            ctx.cache_dir,
-            layers=config.layers,
-            num_features=config.num_features,
-            last_hidden=config.last_hidden,
-            dtype=config.dtype,
-            device=config.device,
-            packed=bool(ctx.facts.get("packed")),
-            replica=ctx.replica,
-            report=ctx.report,
-        )
+        self._target = TappedTarget.of(self._toy().ref, self.config, ctx)
         self._target.load()
 
     def forward(self, batch: TokenBatch) -> FeatureBatch:

@@ -126,7 +126,8 @@ class TransformersGenerator(Generator):
 
     def _answers(self, prompts: Sequence[IntArray | Answer], seeds: Sequence[int]) -> list[Answer]:
         """An answer for each prompt; one that stands for a prompt which cannot be asked stays as it is."""
-        from flowdflash.target.generate import Sampling, generate_answers
+        from flowdflash.dflash.sampling import Sampling
+        from flowdflash.target.generate import generate_answers
 
         assert self._target is not None, "generate before open"
         config = self.config

@@ -139,18 +139,7 @@ class TransformersTarget(TargetForward):
         from flowdflash.target.tapped import TappedTarget
 
         config = self.config
-        self._target = TappedTarget(
-            config.model,
-            ctx.cache_dir,
-            layers=config.layers,
-            num_features=config.num_features,
-            last_hidden=config.last_hidden,
-            dtype=config.dtype,
-            device=config.device,
-            packed=bool(ctx.facts.get("packed")),
-            replica=ctx.replica,
-            report=ctx.report,
-        )
+        self._target = TappedTarget.of(config.model, config, ctx)
         if config.keep == "disk":
             self._cache = self._open_cache(ctx)
             samples = ctx.plan.samples_per_epoch if ctx.plan else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from flowdflash.dflash.sampling import Sampling
 from flowdflash.errors import ModelInvalid
 from flowdflash.items import Answer, IntArray
 from flowdflash.target.load import LoadedTarget
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is chosen: ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 leave all tokens in."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]
@@ -118,7 +109,7 @@ def generate_answers(
 
 
 def _processors(sampling: Sampling, device: torch.device, seeds: Sequence[int]) -> LogitsProcessorList:
-    if sampling.temperature == 0:
+    if sampling.greedy:
         return LogitsProcessorList()
     steps: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
     if sampling.top_k:

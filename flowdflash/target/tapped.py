@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from flowdflash.dflash.config import resolve_layers
 from flowdflash.errors import ModelInvalid
 from flowdflash.items import FeatureBatch, HeadProbe, TokenBatch
-from flowdflash.stage import Report
+from flowdflash.stage import OpenContext, Report
 from flowdflash.target.hidden import batch_features, check_hooks, hidden_states, probe_head
 from flowdflash.target.load import LoadedTarget, choose_dtype, load_target, replica_device, resolve_model
 from flowdflash.target.packed import isolate
@@ -59,6 +60,22 @@ class TappedTarget:
             raise ModelInvalid(f"{ref}: {error}") from None
         self.tokens, self.secs = 0, 0.0
         self._target: LoadedTarget | None = None
+
+    @classmethod
+    def of(cls, ref: str, config: Any, ctx: OpenContext) -> TappedTarget:
+        """The target that the options of a stage name: taps, precision, device."""
+        return cls(
+            ref,
+            ctx.cache_dir,
+            layers=config.layers,
+            num_features=config.num_features,
+            last_hidden=config.last_hidden,
+            dtype=config.dtype,
+            device=config.device,
+            packed=bool(ctx.facts.get("packed")),
+            replica=ctx.replica,
+            report=ctx.report,
+        )
 
     def load(self, *, while_running: bool = False) -> LoadedTarget:
         """Load the model unless it is loaded; check its hooks, and where rows are packed that it can read them."""

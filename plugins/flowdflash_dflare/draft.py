@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flowdflash.dflash.config import DraftConfig
-from flowdflash.dflash.model import DFlashDraft, DraftAttention, Rotary
+from flowdflash.dflash.layers import DraftAttention, Rotary
+from flowdflash.dflash.model import DFlashDraft
 
 START = 2.0
 """First value of a layer's weight for the tap that its own depth falls on; the others start at 0."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from flowdflash.batching import Account, BudgetOptions, check_budget, over_budget
+from flowdflash.batching import BudgetBucketer, BudgetOptions
 from flowdflash.items import BatchTable, IntArray, SampleTable
 from flowdflash.plugin import hookimpl
 from flowdflash.stage import Bucketer, Check
@@ -22,7 +22,7 @@ from flowdflash.stage import Bucketer, Check
 __all__ = ["PackingBucketer", "best_fit", "flowdflash_register"]
 
 
-class PackingBucketer(Bucketer):
+class PackingBucketer(BudgetBucketer, Bucketer):
     """Packs samples into rows of ``token_budget`` tokens: each goes, in random order, to the open row it fills best.
 
     Only ``open_bins`` rows are open at once, so memory is bounded on a stream too. Batches have no bucket (-1).
@@ -40,22 +40,15 @@ class PackingBucketer(Bucketer):
             8, ge=1, description="rows that are filled at once; more of them waste less and take longer"
         )
 
-    def __init__(self, config: PackingBucketer.Config) -> None:
-        super().__init__(config)
-        self._account = Account()
-
     def check(self, check: Check) -> Mapping[str, Any]:
         """The longest sample that can come fits a row."""
-        check_budget(check, self.config, check.facts.get("max_length", 0))
+        facts = super().check(check)
         if self.config.cost_budget:
             check.refuse("cost_budget", "rows are filled up to their tokens, whatever they cost", "remove it")
-        return {"buckets": 0, "packed": True}
+        return {**facts, "packed": True}
 
-    def batches(self, samples: SampleTable, rng: np.random.Generator) -> tuple[BatchTable, SampleTable | None]:
-        """Rows in the order in which they filled up; open ones are held back while more samples may come."""
-        config = self.config
-        out = over_budget(samples, config)
-        shuffled = rng.permutation(np.flatnonzero(~out))
+    def _made(self, samples: SampleTable, keep: IntArray, rng: np.random.Generator) -> tuple[BatchTable, IntArray]:
+        config, shuffled = self.config, rng.permutation(keep)
         rows, unfilled = best_fit(
             shuffled, samples.lengths[shuffled], config.token_budget, config.open_bins, config.max_samples
         )
@@ -63,12 +56,7 @@ class PackingBucketer(Bucketer):
         made = rows if held else rows + unfilled
         groups = [np.array(row, dtype=np.int64) for row in made]
         table = BatchTable.build(samples, groups, np.full(len(groups), -1), packed=True)
-        incomplete = np.array([i for row in held for i in row], dtype=np.int64)
-        return self._account.close(table, samples, np.flatnonzero(out), incomplete)
-
-    def summary(self) -> Mapping[str, Any]:
-        """Of the last epoch: counts and lengths, how full rows are, what was left out."""
-        return self._account.summary(self.config.token_budget)
+        return table, np.array([i for row in held for i in row], dtype=np.int64)
 
 
 def best_fit(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_fakes import draft_config
 from torch import Tensor
 
 from flowdflash.dflash.anchors import draw_anchors
@@ -16,20 +17,7 @@ from flowdflash.dflash.loss import LossSums
 from flowdflash.dflash.model import DFlashDraft, DraftConfig
 from flowdflash.dflash.training import LossOptions, training_loss
 
-CONFIG = DraftConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=272,
-    block_size=4,
-    mask_token_id=260,
-    target_layer_ids=(0, 2),
-    num_target_layers=4,
-    rope_theta=10000.0,
-)
+CONFIG = draft_config()
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from flowdflash.dflash.sampling import Sampling
 from flowdflash.errors import DataInvalid, ModelInvalid
 from flowdflash.items import Answer, IntArray
 from flowdflash.stages.transformers_generator import TransformersGenerator
-from flowdflash.target.generate import Sampling, _answer, generate_answers, left_padded, stop_ids
+from flowdflash.target.generate import _answer, generate_answers, left_padded, stop_ids
 from flowdflash.target.load import LoadedTarget, load_tokenizer
 
 from .models import TOY_REF, batch_of, context, problems, random_rows
