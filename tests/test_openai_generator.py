@@ -218,13 +218,13 @@ def test_tools_and_switches_of_the_template_are_sent(server: Server) -> None:
     ]
     answered(
         stage(server.url),
-        batch({"messages": messages, "tools": [{"type": "function"}]}),
-        template_options={"enable_thinking": False},
+        batch({"messages": messages, "tools": [{"type": "function"}], "chat_template_kwargs": {"x": 1, "y": 2}}),
+        template_options={"enable_thinking": False, "x": 0},
     )
     (body,) = server.requests
     assert body["tools"] == [{"type": "function"}]
     assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
-    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["chat_template_kwargs"] == {"enable_thinking": False, "x": 1, "y": 2}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowdflash.data.rejects import Rejected
@@ -35,6 +35,14 @@ KEPT_KEYS = {
     "thinking": "thinking",
 }
 """Keys of a message that reach the template besides its role, content and tool calls, and under which name."""
+OPTIONS_KEY = "chat_template_kwargs"
+"""Key of a row for its own switches of the chat template, under the name that servers have for it."""
+RESERVED_OPTIONS = frozenset(
+    {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
+    | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "truncation", "max_length"}
+    | {"return_tensors", "return_dict"}
+)
+"""Names that a template option must not have: they steer the rendering itself."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 Message = Mapping[str, Any]
 
@@ -47,11 +55,13 @@ class Conversation:
         messages: each with ``role`` and ``content`` (text), and ``tool_calls``, ``tool_call_id``, ``name`` or
             ``reasoning_content`` where the row has them; arguments of tool calls are objects.
         tools: schemas of tools, as the template takes them.
+        options: the row's own switches of the chat template.
         surrogates: half surrogate pairs were found; each has become U+FFFD.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     surrogates: bool = False
 
     @property
@@ -74,6 +84,7 @@ class Conversation:
                 else:
                     yield from _strings(value)
         yield from _strings(self.tools)
+        yield from _strings(self.options)
 
 
 def read_conversation(value: Any) -> Conversation:
@@ -91,7 +102,7 @@ def read_conversation(value: Any) -> Conversation:
         if messages[0]["role"] == "system":
             raise Rejected("two system prompts", "`system` of the row and the first message")
         messages.insert(0, {"role": "system", "content": system})
-    return _mended(Conversation(tuple(messages), _tools(value.get("tools"))))
+    return _mended(Conversation(tuple(messages), _tools(value.get("tools")), _options(value.get(OPTIONS_KEY))))
 
 
 def check_turns(conversation: Conversation, *, answered: bool) -> None:
@@ -265,6 +276,14 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
+def _options(options: Any) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping | None):
+        raise Rejected(f"`{OPTIONS_KEY}` is not an object", f"it is {_kind(options)}")
+    for name in sorted(RESERVED_OPTIONS & set(options or {})):
+        raise Rejected(f"`{OPTIONS_KEY}` steers the rendering", f"{name} is no switch of a chat template")
+    return options or {}
+
+
 def _mended(conversation: Conversation) -> Conversation:
     """The conversation with U+FFFD for every half surrogate pair.
 
@@ -274,9 +293,10 @@ def _mended(conversation: Conversation) -> Conversation:
     try:
         "".join(conversation.texts()).encode()
     except UnicodeEncodeError:
-        text = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False, default=str)
-        messages, tools = json.loads(SURROGATE.sub("\ufffd", text))
-        return Conversation(tuple(messages), tuple(tools), surrogates=True)
+        parts = [conversation.messages, conversation.tools, conversation.options]
+        text = json.dumps(parts, ensure_ascii=False, default=str)
+        messages, tools, options = json.loads(SURROGATE.sub("\ufffd", text))
+        return Conversation(tuple(messages), tuple(tools), options, surrogates=True)
     return conversation
 
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from flowdflash.data.chat import RESERVED_OPTIONS
 from flowdflash.data.encode import ChatEncoder, EncodeOptions
 from flowdflash.data.split import Split
 from flowdflash.data.stored import StoredOptions, StoredSource
-from flowdflash.data.template import RESERVED_OPTIONS
 from flowdflash.stage import Check, ModelRef, OpenContext
 from flowdflash.target.catalogue import ref_problem
 
@@ -37,8 +37,8 @@ class ChatOptions(StoredOptions):
     )
     template_options: dict[str, bool | int | float | str] = Field(
         {},
-        description="switches of the chat template, such as enable_thinking; one that writes the date of today gets "
-        "1 January 2025 on any day",
+        description="switches of the chat template, such as enable_thinking, for rows that do not say otherwise in "
+        "chat_template_kwargs; a template that writes the date of today gets 1 January 2025 on any day",
     )
     split: Literal["all", "train", "held_out"] = Field(
         "all", description="which part of the rows; a prompt, with all its answers, is always in one part"

@@ -185,7 +185,7 @@ class ChatEncoder:
         note = json.dumps(
             {**others, "messages": messages, **tools}, default=str
         )  # in ASCII: other keys may hold half surrogate pairs
-        return [_Draft(number, Rendering(self._template.prompt(opening, conversation.tools), ()), note)]
+        return [_Draft(number, Rendering(self._template.prompt(replace(conversation, messages=opening)), ()), note)]
 
     def _sample(self, draft: _Draft, text: AlignedText, where: str) -> Sample:
         limit, turn = self._options.max_length, draft.rendering.turn

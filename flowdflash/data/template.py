@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -29,12 +29,6 @@ DATE = date(2025, 1, 1)
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
 """What a generation prompt may have written of an answer already."""
-RESERVED_OPTIONS = frozenset(
-    {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
-    | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "truncation", "max_length"}
-    | {"return_tensors", "return_dict"}
-)
-"""Names that a template option must not have: they steer the rendering itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +70,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: a transformers tokenizer; only its template and special tokens are used.
-        options: values for the template's own switches, such as ``enable_thinking``.
+        options: values for the template's own switches, such as ``enable_thinking``; a row's own come before them.
         marks: look at generation marks where the template has them.
 
     Raises:
@@ -115,13 +109,13 @@ class ChatTemplate:
         tokens = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
         return json.dumps([templates, self._options, self._marks, tokens], sort_keys=True)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+    def prompt(self, conversation: Conversation) -> str:
         """What serving hands to the target: the messages and the generation prompt.
 
         Raises:
             Rejected: the template refuses the messages.
         """
-        return self._render(messages, tools, prompt=True)[0]
+        return self._render(conversation, len(conversation.messages), prompt=True)[0]
 
     def render(self, conversation: Conversation) -> list[Rendering]:
         """One rendering with all answers supervised; one per answer where the template rewrites earlier turns.
@@ -130,11 +124,11 @@ class ChatTemplate:
             Rejected: the template refuses the conversation, does not start an answer with its generation prompt, or
                 leaves out something that the target wrote.
         """
-        messages, tools = conversation.messages, conversation.tools
+        messages = conversation.messages
         texts, marks, turns = [], [], []
         for number, place in enumerate(conversation.answers):
-            prompt, _ = self._render(messages[:place], tools, prompt=True)
-            text, spans = self._render(messages[: place + 1], tools)
+            prompt, _ = self._render(conversation, place, prompt=True)
+            text, spans = self._render(conversation, place + 1)
             if not text.startswith(prompt):
                 raise Rejected(
                     "generation prompt is no prefix of the answer",
@@ -156,20 +150,21 @@ class ChatTemplate:
         ]
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool = False
+        self, conversation: Conversation, end: int, *, prompt: bool = False
     ) -> tuple[str, tuple[tuple[int, int], ...] | None]:
-        """The text, and the spans in generation marks; None for a prompt, and where no marks are looked at."""
-        template, marked = self._templates[bool(tools)]
+        """The text of the first messages, and the spans in generation marks; None where no marks are looked at, and for
+        a prompt."""
+        template, marked = self._templates[bool(conversation.tools)]
         marked = marked and not prompt
         try:
             with RENDERING:
                 (text,), spans = self._jinja(
-                    conversations=[list(messages)],
-                    tools=list(tools) or None,
+                    conversations=[list(conversation.messages[:end])],
+                    tools=list(conversation.tools) or None,
                     chat_template=template,
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=prompt,
-                    **self._variables,
+                    **{**self._variables, **conversation.options},
                 )
         except self._refusals as error:
             raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
@@ -177,9 +172,9 @@ class ChatTemplate:
 
     def _probe(self) -> None:
         ask, answer = "flowdflash-asks", "flowdflash-answers"
-        messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        messages = {"role": "user", "content": ask}, {"role": "assistant", "content": answer}
         try:
-            text, _ = self._render(messages, ())
+            text, _ = self._render(Conversation(messages), len(messages))
         except Rejected:
             return  # a template may demand more than this; then the rows decide
         if ask not in text and answer not in text:

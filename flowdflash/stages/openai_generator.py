@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from flowdflash.data.chat import SURROGATE
+from flowdflash.data.chat import OPTIONS_KEY, SURROGATE
 from flowdflash.errors import DataInvalid, FlowdflashError
 from flowdflash.generation import (
     Message,
@@ -139,7 +139,7 @@ class OpenAIGenerator(Generator):
             self._fixed |= {"top_k": config.top_k or -1, "min_p": 0.0} if sampled else {}
             self._fixed["repetition_penalty"] = 1.0
         if template := ctx.facts.get("template_options"):
-            self._fixed["chat_template_kwargs"] = dict(template)
+            self._fixed[OPTIONS_KEY] = dict(template)
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -162,6 +162,8 @@ class OpenAIGenerator(Generator):
                     body["seed"] = answer_seed(self._seed, info.epoch, info.sample_ids[place], turn) % (1 << 31)
                 if tools := rows[place].get("tools"):
                     body["tools"] = tools
+                if own := rows[place].get(OPTIONS_KEY):
+                    body[OPTIONS_KEY] = {**body.get(OPTIONS_KEY, {}), **own}
                 bodies.append(body)
             return runner.run(self._ask_all(bodies))
 

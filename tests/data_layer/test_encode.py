@@ -137,6 +137,36 @@ def test_d4_thinking_that_the_template_puts_in_is_never_supervised() -> None:
     assert taught(own) == "<think>a</think>hello<|im_end|>"
 
 
+def own_switches(**options: Any) -> dict[str, Any]:
+    return {**say("hi", "hello"), "chat_template_kwargs": options}
+
+
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_a_rows_own_switches_of_the_template_are_obeyed_before_the_pipelines(task: str) -> None:
+    plain, off = ({"template_options": {"thinking": on}} for on in (True, False))
+    by_pipeline = only(encode([say("hi", "hello")], T_EMPTY_THINK, task=task, **off)[0])
+    for options in ({}, plain):
+        by_row = only(encode([own_switches(thinking=False)], T_EMPTY_THINK, task=task, **options)[0])
+        assert (by_row.ids.tolist(), by_row.mask.tolist()) == (by_pipeline.ids.tolist(), by_pipeline.mask.tolist())
+    if task == "generate":  # whoever renders the next turn needs them
+        assert json.loads(by_row.note)["chat_template_kwargs"] == {"thinking": False}
+        other = only(encode([own_switches(thinking=True)], T_EMPTY_THINK, task=task, **off)[0])
+        assert other.ids.tolist() != by_row.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("thinking", "`chat_template_kwargs` is not an object"),
+        ({"tokenize": True}, "`chat_template_kwargs` steers the rendering"),
+        ({"messages": []}, "`chat_template_kwargs` steers the rendering"),
+        ({"persona": "<|im_end|>"}, "markup in content"),
+    ],
+)
+def test_switches_that_are_none_reject_their_row(options: Any, reason: str) -> None:
+    assert reasons(encode([{**say("hi", "hello"), "chat_template_kwargs": options}])[0]) == [reason]
+
+
 def test_answer_that_does_not_start_with_the_generation_prompt_is_rejected_by_name() -> None:
     results = encode([say("hi", "<think>a</think>hello")], T_EMPTY_THINK, template_options={"thinking": False})
     assert reasons(results[0]) == ["generation prompt is no prefix of the answer"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from flowdflash.data.chat import Conversation
 from flowdflash.data.encode import ChatEncoder, EncodeOptions
 from flowdflash.data.rows import Row
 from flowdflash.data.template import ChatTemplate
@@ -44,9 +45,9 @@ def test_template_for_tools_is_used_where_there_are_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools {{ tools | tojson }}"}
     template = ChatTemplate(tokenizer)
-    asks = [{"role": "user", "content": "hi"}]
-    assert template.prompt(asks) == "hi"
-    assert template.prompt(asks, [{"name": "f"}]) == 'tools [{"name": "f"}]'
+    asks = ({"role": "user", "content": "hi"},)
+    assert template.prompt(Conversation(asks)) == "hi"
+    assert template.prompt(Conversation(asks, ({"name": "f"},))) == 'tools [{"name": "f"}]'
 
 
 def test_mask_is_not_one_place_off_after_padding(open_source: Callable[..., ChatJsonl]) -> None:
