@@ -71,13 +71,18 @@ def written(sink: AcceptanceSink, item: Checkpoint) -> int:
 
 
 def opened(
-    tmp_path: Path, cache: Path, model: str = SIX, stopping: Any = lambda: False, **options: Any
+    tmp_path: Path,
+    cache: Path,
+    model: str = SIX,
+    stopping: Any = lambda: False,
+    resumed_at_step: int | None = None,
+    **options: Any,
 ) -> AcceptanceSink:
     config = {"num_prompts": 3, "max_new_tokens": 13, "batch_size": 2, "device": "cpu", **options}
     sink = AcceptanceSink(AcceptanceSink.Config(**config))
     facts = {"model": model, "vocab_size": json.loads(model.removeprefix("toy:"))["vocab_size"]}
-    report = SilentReport()
-    sink.open(OpenContext("acceptance", tmp_path, cache, seed=5, facts=facts, report=report, stopping=stopping))
+    told: dict[str, Any] = {"facts": facts, "report": SilentReport(), "stopping": stopping}
+    sink.open(OpenContext("acceptance", tmp_path, cache, seed=5, resumed_at_step=resumed_at_step, **told))
     return sink
 
 
@@ -306,6 +311,17 @@ def test_a_measurement_that_falls_due_while_one_is_going_on_is_left_out_and_told
     assert sink.wants(6, "every") and not sink.wants(8, "every") and sink.wants(10, "final")
     assert sink.summary()["steps_left_out"] == [4, 8]
     assert "acceptance: step 4 is not measured: that of step 2 is going on" in sink.ctx.report.lines  # type: ignore[attr-defined]
+
+
+def test_a_resumed_run_tells_of_steps_that_nobody_can_measure_any_more(tmp_path: Path, cache: Path) -> None:
+    entries = [{"stage": "acceptance", "step": 2}, {"stage": "other", "step": 4}]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    sink = opened(tmp_path, cache, every_steps=2, resumed_at_step=7)
+    assert sink.wants(6, "every"), "of this one there is a checkpoint"
+    sink.close()
+    assert sink.summary()["steps_left_out"] == [4]
+    (line,) = sink.ctx.report.lines  # type: ignore[attr-defined]
+    assert line.startswith("acceptance: step 4 is not measured:") and "resumed at step 7" in line
 
 
 @pytest.mark.parametrize(("when_busy", "made"), [("skip", []), ("wait", [3])])

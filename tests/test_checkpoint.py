@@ -7,7 +7,7 @@ import hashlib
 import json
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +47,11 @@ def snapshot(step: int, reason: str = "every", *, seed: int | None = None) -> Ch
     return Checkpoint(step, 1, reason, config, dict(draft.state_dict()), state, ledger, 0.01)  # type: ignore[arg-type]
 
 
-def opened(run_dir: Path, **options: Any) -> CheckpointSink:
+def opened(run_dir: Path, in_use: Collection[int] = (), **options: Any) -> CheckpointSink:
     sink = CheckpointSink(CheckpointSink.Config(**options))
     run_dir.mkdir(parents=True, exist_ok=True)
-    sink.open(OpenContext("save", run_dir, run_dir, facts={"model": TARGET}, report=SilentReport()))
+    told: dict[str, Any] = {"facts": {"model": TARGET}, "report": SilentReport(), "checkpoints_in_use": lambda: in_use}
+    sink.open(OpenContext("save", run_dir, run_dir, **told))
     return sink
 
 
@@ -370,19 +371,20 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     assert latest(run).name == "step-000005"
 
 
-def test_what_is_still_to_be_measured_stays_until_it_has_been(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    sink = opened(run, keep=1, keep_best=1)
+@pytest.mark.parametrize("keep_best", [0, 1])
+def test_what_an_evaluator_still_has_stays_until_it_is_done_with_it(tmp_path: Path, keep_best: int) -> None:
+    run, in_use = tmp_path / "run", {1, 2}
+    sink = opened(run, in_use, keep=1, keep_best=keep_best)
     for step in (1, 2, 3):
         sink.write(snapshot(step))
-    assert len(names(run)) == 4, "nothing is known yet"
-    (run / "evaluations.jsonl").write_text('{"stage": "a", "step": 1, "tau_gen": 1.5}\n{"stage": "a", "step": 2, "ta')
-    sink.close()
     assert names(run) == ["latest", *(f"step-00000{k}" for k in (1, 2, 3))]
-    measured(run, s1=1.5, s2=None, s3=1.1)
-    sink = opened(run, keep=1, keep_best=1, best_by="acceptance")
+    in_use.remove(2)
+    (run / "evaluations.jsonl").write_text('{"stage": "a", "step": 2, "tau_gen": 1.5}\n{"stage": "a", "step": 1, "ta')
     sink.write(snapshot(4))
-    assert names(run) == ["latest", "step-000001", "step-000004"]
+    assert names(run) == ["latest", *(f"step-00000{k}" for k in ((1, 2, 4) if keep_best else (1, 4)))]
+    in_use.clear()
+    sink.close()
+    assert names(run) == ["latest", *(f"step-00000{k}" for k in ((2, 4) if keep_best else (4,)))], "1 was left out"
 
 
 def test_the_only_good_one_is_never_deleted_whatever_was_measured(tmp_path: Path) -> None:

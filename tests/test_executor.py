@@ -29,6 +29,7 @@ from flowdflash.errors import PipelineInvalid, PluginBroken, StageFailed
 from flowdflash.items import Checkpoint, FeatureBatch, GeneratedBatch, StepRecord
 from flowdflash.runtime import order_metrics
 from flowdflash.runtime.stop import StopRequest
+from flowdflash.stage import OpenContext, Stage
 from flowdflash.stages.least_outstanding import LeastOutstanding
 from flowdflash.stages.round_robin import RoundRobin
 
@@ -582,6 +583,40 @@ def test_a_sink_that_only_looks_at_checkpoints_saves_none(tmp_path: Path) -> Non
     pipeline.run(tmp_path, plugins=plugins)
     assert len(pipeline.written("save", Checkpoint)) == 1
     assert "flowdflash_checkpoint_saved" not in [name for name, _ in plugins.calls]
+
+
+def test_who_keeps_checkpoints_knows_which_an_evaluator_is_not_done_with(tmp_path: Path) -> None:
+    seen, far = list[tuple[str, list[int]]](), threading.Event()
+
+    class Keeper(FakeSink):
+        def open(self, ctx: OpenContext) -> None:
+            super().open(ctx)
+            self.in_use = ctx.checkpoints_in_use
+
+        def write(self, item: Checkpoint) -> None:
+            seen.append((f"{item.step}", sorted(self.in_use())))
+            if item.step == 5:
+                far.set()
+
+        def close(self) -> None:
+            super().close()
+            seen.append(("close", sorted(self.in_use())))
+
+    class Evaluator(FakeSink):
+        saves = False
+
+        def wants(self, step: int, reason: str) -> bool:
+            return step in (2, 3)
+
+        def write(self, item: Checkpoint) -> None:
+            assert far.wait(20)
+
+    wires = (*TRAINING, ("drafter", "checkpoints", "features", Checkpoint))
+    classes: dict[str, type[Stage]] = {"save": Keeper, "features": Evaluator}
+    Pipeline(wires=wires, classes=classes, options={"save": {"reasons": ("every",)}}).run(tmp_path)
+    assert [step for step, _ in seen] == [*"1234567", "close"]
+    told = dict(seen)
+    assert (told["4"], told["5"], told["close"]) == ([2, 3], [2, 3], [])
 
 
 def test_observers_are_told_of_a_failed_run(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ SAVE_GRACE_SECS = 60.0
 CLOSE_GRACE_SECS = 300.0
 """How long a stage of a failed run may take to close: longer than an upload that ends by itself."""
 
+HEARTBEAT_SECS = 1.0
+"""A signal that comes when this thread is about to wait, but does not yet, wakes nobody: it is heard after so long."""
+
 
 class Crew:
     """Tells the threads of a run what to do and waits for their replies.
@@ -58,10 +61,11 @@ class Crew:
     def _wait(self) -> None:
         while self._running:
             self._adjust()
-            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            left = HEARTBEAT_SECS if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             quiet = self._watchdog.look() if self._phase in ("run", "close") else None
             try:
-                reply = self._wiring.replies.get(timeout=min((t for t in (left, quiet) if t is not None), default=None))
+                waits = left, HEARTBEAT_SECS if quiet is None else quiet, HEARTBEAT_SECS
+                reply = self._wiring.replies.get(timeout=min(waits))
             except Empty:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._abandon()

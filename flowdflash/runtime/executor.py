@@ -191,6 +191,7 @@ class _Execution:
                 replicas=replicas_of(node),
                 plan=None if planning else self._summary(node),
                 checkpoint_due=partial(self._wiring.checkpoint_due, name),
+                checkpoints_in_use=self._wiring.checkpoints_in_use,
                 waits=self._wiring.waits,
                 resumed_at_step=self._resume.step if self._resume else None,
                 stopping=lambda: self._stop.requested,

@@ -75,12 +75,18 @@ class Wiring:
         for node in self._data_nodes:
             self._built[node.name] = [build(node) for _ in range(replicas_of(node))]
             self._inboxes[node.name] = self._make_inboxes(node)
+        self._held: dict[str, set[int]] = {node.name: set() for node in self._data_nodes}
         self.workers: list[Worker] = []
         self._start_threads()
 
     def checkpoint_due(self, name: str, step: int, reason: str) -> bool:
         """Some sink wants a checkpoint of this drafter there."""
         return any(o.wants(step, reason) for o in self._outlets(name) if issubclass(Checkpoint, o.payload))
+
+    def checkpoints_in_use(self) -> set[int]:
+        """Steps of the checkpoints that sinks which look at them were given and are not done with."""
+        sinks = ((name, stage) for name, (stage, *_) in self._built.items() if isinstance(stage, Sink))
+        return set().union(*(self._held[name].copy() for name, sink in sinks if not sink.saves))
 
     def leave_out(self, done: Ledger) -> None:
         """Before the run: batches that need not be run again."""
@@ -170,7 +176,7 @@ class Wiring:
             sink = stage if isinstance(stage, Sink) else None
             # Whatever the edge's class says, what leaves the planning plane is headers.
             payload = BatchInfo if self.graph.nodes[name].kind in PLANNING else edge.payload
-            outlets.append(Outlet(payload, self._inboxes[edge.target][0], edge.target, sink))
+            outlets.append(Outlet(payload, self._inboxes[edge.target][0], edge.target, sink, self._held[edge.target]))
         return outlets
 
     def _start_threads(self) -> None:
@@ -238,7 +244,7 @@ class Wiring:
                 resume=self.resume,
             )
         assert isinstance(stage, Sink)
-        return SinkWork(name, stage, inbox, self._saved, self.report.warn, self._turns)
+        return SinkWork(name, stage, inbox, self._held[name], self._saved, self.report.warn, self._turns)
 
     def _saved(self, checkpoint: Checkpoint) -> None:
         self.observers.tell("flowdflash_checkpoint_saved", checkpoint=checkpoint)

@@ -213,12 +213,13 @@ class SinkWork(ComputeWork):
         name: str,
         stage: Sink,
         inbox: Channel[Any],
+        held: set[int],
         saved: Callable[[Checkpoint], None],
         warn: Callable[[str], None],
         turns: Turns,
     ) -> None:
         super().__init__(name, 0, stage, turns)
-        self._sink, self._inbox, self._saved, self._warn = stage, inbox, saved, warn
+        self._sink, self._inbox, self._held, self._saved, self._warn = stage, inbox, held, saved, warn
         self._unsaved: tuple[Checkpoint, OSError] | None = None
         self.saving = False
 
@@ -264,6 +265,8 @@ class SinkWork(ComputeWork):
 
     def settle(self, item: Any, wanted: bool) -> None:
         """Count it."""
+        if isinstance(item, Checkpoint):
+            self._held.discard(item.step)
         if self._unsaved is not None and self._unsaved[0] is item:
             self.meter.drop("could not be saved")
         else:

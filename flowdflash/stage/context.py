@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -122,6 +122,8 @@ class OpenContext:
         replica, replicas: which copy of the stage this is.
         plan: known before the data plane opens; None on the planning plane.
         checkpoint_due: ``checkpoint_due(step, reason)`` is True if some sink wants a checkpoint there.
+        checkpoints_in_use: steps of the checkpoints that sinks which look at them were given and are not done with.
+            Whoever keeps checkpoints must not delete these: a run that is killed and resumed shows them again.
         waits: seconds that each edge's consumer has waited for input, by ``from->to``, since the run began.
         resumed_at_step: optimizer steps taken by the run that this one goes on with; None where a run begins. What a
             sink wrote of later steps in ``run_dir`` is void, since these steps come again.
@@ -140,6 +142,7 @@ class OpenContext:
     replicas: int = 1
     plan: PlanSummary | None = None
     checkpoint_due: Callable[[int, str], bool] = lambda step, reason: False
+    checkpoints_in_use: Callable[[], Collection[int]] = tuple
     waits: Callable[[], Mapping[str, float]] = dict
     resumed_at_step: int | None = None
     made_from: Mapping[str, Any] = field(default_factory=dict)

@@ -83,16 +83,17 @@ class AcceptanceSink(Sink):
         from flowdflash.target.load import choose_device, gpu_count
 
         self.ctx = ctx
+        self.results: list[Acceptance] = []
+        self.earlier: list[dict[str, Any]] = []  # of the run that this one goes on with
+        self.promised: set[int] = set()
+        self.left_out: list[int] = []
         # Not the first GPU, where a drafter trains by default, if there is another.
         last = f"cuda:{gpu_count() - 1}" if gpu_count() else "cpu"
         self.device = choose_device(last if self.config.device == "auto" else self.config.device)
         self.ref = self.config.model or ctx.facts["model"]
         self.path = ctx.run_dir / "evaluations.jsonl"
         self.meter: AcceptanceMeter | None = None
-        self.results: list[Acceptance] = []
-        self.earlier: list[dict[str, Any]] = []  # of the run that this one goes on with
         self.busy_with: int | None = None
-        self.left_out: list[int] = []
         if ctx.resumed_at_step is not None:
             cut_back(self.path, ctx.resumed_at_step)
             self.earlier = [e for e in entries(self.path) if e.pop("stage", "") == ctx.stage]
@@ -169,6 +170,7 @@ class AcceptanceSink(Sink):
             self._leave_out(step, f"that of step {self.busy_with} is going on")
             return False
         self.busy_with = step
+        self.promised.add(step)
         return True
 
     def _leave_out(self, step: int, why: str) -> None:
@@ -225,10 +227,17 @@ class AcceptanceSink(Sink):
         return self.device.type == "cpu"
 
     def close(self) -> None:
-        """Let the target go."""
+        """Let the target go, and tell which steps the run before this one has not measured and this one cannot."""
         self.meter = None
+        every, resumed = self.config.every_steps, self.ctx.resumed_at_step or 0
+        done = {e["step"] for e in self._made()} | self.promised | set(self.left_out)
+        for step in range(every, resumed + 1, every) if every else ():
+            if step not in done:
+                self._leave_out(step, f"nothing of it was saved that the run, resumed at step {resumed}, could measure")
+
+    def _made(self) -> list[dict[str, Any]]:
+        return [*self.earlier, *(result.as_dict() for result in self.results)]
 
     def summary(self) -> Mapping[str, Any]:
         """Every evaluation, in order, and the steps that were left out."""
-        made = [*self.earlier, *(result.as_dict() for result in self.results)]
-        return {"evaluations": made, "steps_left_out": list(self.left_out)}
+        return {"evaluations": self._made(), "steps_left_out": sorted(self.left_out)}

@@ -58,12 +58,17 @@ class CheckpointSink(Sink):
         )
         at_start: bool = Field(False, description="Keep the untrained draft too.")
         at_end: bool = Field(True, description="A checkpoint when training ends.")
-        keep: int = Field(3, ge=1, description="How many of this run's newest checkpoints stay on disk.")
+        keep: int = Field(
+            3,
+            ge=1,
+            description="How many of this run's newest checkpoints stay on disk, besides those that an evaluator is "
+            "not done with.",
+        )
         keep_best: int = Field(
             0,
             ge=0,
             description="How many others stay: those with the longest acceptance length, as an evaluator of this run "
-            "has measured it; and those that it has still to measure.",
+            "has measured it.",
         )
         best_by: str = Field("", description="Stage whose results say which are best; empty: the only evaluator.")
         when_busy: Literal["wait", "skip"] = Field(
@@ -91,7 +96,7 @@ class CheckpointSink(Sink):
         self.folder = ctx.run_dir / "checkpoints"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run, self.report = ctx.run_dir.name, ctx.report
-        self.facts = ctx.facts
+        self.facts, self.in_use = ctx.facts, ctx.checkpoints_in_use
         self.newest, self.count, self.failures = "", 0, 0
         self.write_secs = 0.0
         self.evaluations = ctx.run_dir / "evaluations.jsonl"
@@ -206,14 +211,15 @@ class CheckpointSink(Sink):
         return [path for _, path in sorted(found)]
 
     def _retain(self, replaced: Sequence[Path] = ()) -> None:
-        """Delete what was replaced and this run's oldest but the best, never the one that ``latest`` names."""
+        """Delete what was replaced and this run's oldest; neither the best nor what somebody is still to measure."""
+        in_use = set(self.in_use())  # before anybody's results are read, so that what is done by then is among them
         mine = [path for path in self._mine() if path not in replaced]
-        keep = set(mine[-self.config.keep :])
+        keep = {*mine[-self.config.keep :], *(path for path in mine if _step(path) in in_use)}
         if self.config.keep_best:
             measured = measured_steps(self.evaluations, self.config.best_by)
             keep.update(best({path: _step(path) for path in mine}, measured, self.config.keep_best))
         for path in (*replaced, *(path for path in mine if path not in keep)):
-            if path.name == self.newest:
+            if path.name == self.newest:  # the one that `latest` names
                 continue
             try:
                 _remove(path)
@@ -222,7 +228,7 @@ class CheckpointSink(Sink):
 
     def close(self) -> None:
         """What was measured last decides what stays."""
-        if self.config.keep_best and self.newest:
+        if self.newest:
             self._retain()
 
     def summary(self) -> Mapping[str, Any]:

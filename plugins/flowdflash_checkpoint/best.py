@@ -24,11 +24,9 @@ def measured_steps(evaluations: Path, stage: str) -> dict[int, float]:
 
 
 def best(steps: Mapping[Path, int], measured: Mapping[int, float], count: int) -> list[Path]:
-    """The best few, the newer of equals; and all that are newer than any measured one: their turn may still come."""
+    """The best few of those that were measured, the newer of equals."""
     rated = [path for path, step in steps.items() if step in measured]
-    rated.sort(key=lambda path: (measured[steps[path]], steps[path]))
-    newest = max(measured, default=-1)
-    return [*rated[-count:], *(path for path, step in steps.items() if step > newest)]
+    return sorted(rated, key=lambda path: (measured[steps[path]], steps[path]))[-count:]
 
 
 def best_problem(graph: Any, node: Any) -> tuple[str, str]:
