@@ -227,17 +227,18 @@ class AcceptanceSink(Sink):
         return self.device.type == "cpu"
 
     def close(self) -> None:
-        """Let the target go, and tell which steps the run before this one has not measured and this one cannot."""
+        """Let the target go."""
         self.meter = None
-        every, resumed = self.config.every_steps, self.ctx.resumed_at_step or 0
-        done = {e["step"] for e in self._made()} | self.promised | set(self.left_out)
-        for step in range(every, resumed + 1, every) if every else ():
-            if step not in done:
-                self._leave_out(step, f"nothing of it was saved that the run, resumed at step {resumed}, could measure")
-
-    def _made(self) -> list[dict[str, Any]]:
-        return [*self.earlier, *(result.as_dict() for result in self.results)]
 
     def summary(self) -> Mapping[str, Any]:
         """Every evaluation, in order, and the steps that were left out."""
-        return {"evaluations": self._made(), "steps_left_out": sorted(self.left_out)}
+        made = [*self.earlier, *(result.as_dict() for result in self.results)]
+        self._leave_out_lost({e["step"] for e in made} | self.promised)
+        return {"evaluations": made, "steps_left_out": sorted(self.left_out)}
+
+    def _leave_out_lost(self, known: set[int]) -> None:
+        """Tell which steps the run before this one had not measured when it was killed, and had not saved either."""
+        every, resumed = self.config.every_steps, self.ctx.resumed_at_step or 0
+        for step in range(every, resumed + 1, every) if every else ():
+            if step not in known and step not in self.left_out:
+                self._leave_out(step, f"no checkpoint of it was left when the run was resumed at step {resumed}")
