@@ -15,6 +15,7 @@ from flowdflash.errors import StageFailed
 from flowdflash.items import BatchInfo
 from flowdflash.runtime.channel import END, ChannelAborted
 from flowdflash.runtime.meter import WorkerMeter
+from flowdflash.runtime.openmp import release_team
 from flowdflash.stage import OpenContext, Stage
 
 
@@ -127,6 +128,7 @@ def _emit(work: Work, outputs: Callable[[], Iterable[Any]]) -> bool:
             if iterator is None:
                 iterator = iter(outputs())
             output = next(iterator, END)
+            release_team()
         meter.moved_at = made = clock()
         meter.busy_secs += made - begin
         if output is END:
@@ -234,4 +236,5 @@ class Worker:
                 action()
             except BaseException as caught:
                 error = caught
+            release_team()
             self._replies.put(Reply(self, phase, error))
