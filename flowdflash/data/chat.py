@@ -25,8 +25,6 @@ ROLES = {
     "gpt": "assistant",
     "tool": "tool",
 }
-CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools"})
-"""Keys of a row that are read here."""
 KEPT_KEYS = {
     "name": "name",
     "tool_call_id": "tool_call_id",
@@ -37,10 +35,12 @@ KEPT_KEYS = {
 """Keys of a message that reach the template besides its role, content and tool calls, and under which name."""
 OPTIONS_KEY = "chat_template_kwargs"
 """Key of a row for its own switches of the chat template, under the name that servers have for it."""
+CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools", OPTIONS_KEY})
+"""Keys of a row that are read here."""
 RESERVED_OPTIONS = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
     | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "truncation", "max_length"}
-    | {"return_tensors", "return_dict"}
+    | {"return_tensors", "return_dict", "conversations"}
 )
 """Names that a template option must not have: they steer the rendering itself."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -102,7 +102,7 @@ def read_conversation(value: Any) -> Conversation:
         if messages[0]["role"] == "system":
             raise Rejected("two system prompts", "`system` of the row and the first message")
         messages.insert(0, {"role": "system", "content": system})
-    return _mended(Conversation(tuple(messages), _tools(value.get("tools")), _options(value.get(OPTIONS_KEY))))
+    return _mended(Conversation(tuple(messages), _tools(value), _options(value)))
 
 
 def check_turns(conversation: Conversation, *, answered: bool) -> None:
@@ -122,6 +122,17 @@ def check_turns(conversation: Conversation, *, answered: bool) -> None:
         raise Rejected("no assistant turn", "answers are read from `messages` or `conversations`")
     if answered and before != "assistant":
         raise Rejected("ends without an answer", f"the last turn is {before!r}")
+
+
+def check_weights(row: Mapping[str, Any]) -> None:
+    """Check that every answer of a row that could be read is to be learnt.
+
+    Raises:
+        Rejected: one is not.
+    """
+    for number, entry in enumerate(_entries(row), 1):
+        if entry.get("weight") not in (None, 1) and ROLES[_either(entry, "role", "from", "")] == "assistant":
+            raise Rejected("`weight` of an answer is not 1", f"message {number}: remove it to have the answer learnt")
 
 
 def questions(conversation: Conversation) -> tuple[Message, ...]:
@@ -196,8 +207,6 @@ def _message(entry: Any, number: int) -> Message:
         if role != "assistant":
             raise Rejected("tool call outside an assistant turn", where)
         message["tool_calls"] = [_tool_call(call, where) for call in _as_list(entry["tool_calls"], where)]
-    if role == "assistant" and entry.get("weight") not in (None, 1):
-        raise Rejected("`weight` of an answer is not 1", f"{where}: remove it to have the answer learnt")
     for key, kept in KEPT_KEYS.items():
         if (text := _text(entry, key, where)) and message.setdefault(kept, text) != text:
             raise Rejected(f"both `{kept}` and `{key}`", f"{where}: keep one of them")
@@ -263,12 +272,19 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = parse_json(tools)
-        except (ValueError, RecursionError) as error:
-            raise Rejected("`tools` is not JSON", str(error)) from None
+def _given(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a key; tables hold objects of many shapes as JSON text."""
+    value = row.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise Rejected(f"`{key}` is not JSON", str(error)) from None
+
+
+def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = _given(row, "tools")
     if not tools:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -276,12 +292,15 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _options(options: Any) -> Mapping[str, Any]:
+def _options(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The switches that a row sets; null is none, since in a table each row has those of all."""
+    options = _given(row, OPTIONS_KEY)
     if not isinstance(options, Mapping | None):
         raise Rejected(f"`{OPTIONS_KEY}` is not an object", f"it is {_kind(options)}")
-    for name in sorted(RESERVED_OPTIONS & set(options or {})):
+    options = {name: value for name, value in (options or {}).items() if value is not None}
+    for name in sorted(RESERVED_OPTIONS & set(options)):
         raise Rejected(f"`{OPTIONS_KEY}` steers the rendering", f"{name} is no switch of a chat template")
-    return options or {}
+    return options
 
 
 def _mended(conversation: Conversation) -> Conversation:

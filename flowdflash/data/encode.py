@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -16,7 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
-from flowdflash.data.chat import CONVERSATION_KEYS, check_turns, questions, read_conversation
+from flowdflash.data.chat import (
+    CONVERSATION_KEYS,
+    OPTIONS_KEY,
+    check_turns,
+    check_weights,
+    questions,
+    read_conversation,
+)
 from flowdflash.data.limit import within_limit
 from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
 from flowdflash.data.rows import TOO_DEEP, Row
@@ -102,6 +110,9 @@ class ChatEncoder:
         from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         self._options, self._split = options, split or Split()
+        # Two threads that both render take the interpreter from each other, which costs a quarter of their time, and
+        # then both wait for the tokenizer.
+        self._interpreter = threading.Lock()
         self._template = ChatTemplate(tokenizer, options.template_options, marks=options.generation_marks == "check")
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelInvalid(
@@ -135,8 +146,22 @@ class ChatEncoder:
         Raises:
             DataInvalid: the template's generation marks contradict its generation prompt.
         """
-        drafts: list[_Draft] = []
         rejections: list[list[Rejection]] = [[] for _ in rows]
+        with self._interpreter:
+            drafts = self._rendered(rows, rejections)
+            texts = [AlignedText(draft.rendering, self._specials) for draft in drafts]
+        tokenise(self._backend, texts)
+        samples: list[list[Sample]] = [[] for _ in rows]
+        with self._interpreter:
+            for draft, text in zip(drafts, texts, strict=True):
+                try:
+                    samples[draft.row].append(self._sample(draft, text, where(rows[draft.row])))
+                except Rejected as rejected:
+                    rejections[draft.row].append(rejected.rejection)
+        return [RowResult(tuple(kept), tuple(left)) for kept, left in zip(samples, rejections, strict=True)]
+
+    def _rendered(self, rows: Sequence[Row], rejections: list[list[Rejection]]) -> list[_Draft]:
+        drafts: list[_Draft] = []
         for number, row in enumerate(rows):
             try:
                 drafts += self._drafts(number, row)
@@ -144,15 +169,7 @@ class ChatEncoder:
                 rejections[number].append(rejected.rejection)
             except RecursionError:
                 rejections[number].append(Rejection(TOO_DEEP))
-        texts = [AlignedText(draft.rendering, self._specials) for draft in drafts]
-        tokenise(self._backend, texts)
-        samples: list[list[Sample]] = [[] for _ in rows]
-        for draft, text in zip(drafts, texts, strict=True):
-            try:
-                samples[draft.row].append(self._sample(draft, text, where(rows[draft.row])))
-            except Rejected as rejected:
-                rejections[draft.row].append(rejected.rejection)
-        return [RowResult(tuple(kept), tuple(left)) for kept, left in zip(samples, rejections, strict=True)]
+        return drafts
 
     def _drafts(self, number: int, row: Row) -> list[_Draft]:
         if row.problem:
@@ -170,6 +187,7 @@ class ChatEncoder:
         if found := self._specials.found_in(conversation):
             raise Rejected("markup in content", found)
         if training:
+            check_weights(row.value)
             drafts = [_Draft(number, rendering) for rendering in self._template.render(conversation)]
             if row.value.get("finish_reason") == "length":
                 drafts[-1] = replace(drafts[-1], cut_off=True)
@@ -181,10 +199,9 @@ class ChatEncoder:
         if until == "every_answer":
             opening = messages[: [message["role"] for message in messages].index("user") + 1]
         others = {key: value for key, value in row.value.items() if key not in CONVERSATION_KEYS}
-        tools = {"tools": conversation.tools} if conversation.tools else {}
-        note = json.dumps(
-            {**others, "messages": messages, **tools}, default=str
-        )  # in ASCII: other keys may hold half surrogate pairs
+        given = {"messages": messages, "tools": conversation.tools, OPTIONS_KEY: conversation.options}
+        read = {key: value for key, value in given.items() if value}
+        note = json.dumps({**others, **read}, default=str)  # in ASCII: other keys may hold half surrogate pairs
         return [_Draft(number, Rendering(self._template.prompt(replace(conversation, messages=opening)), ()), note)]
 
     def _sample(self, draft: _Draft, text: AlignedText, where: str) -> Sample:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,13 +59,14 @@ def load_prompts(
     surrogates: Literal["reject", "replace"] = "reject",
     template_options: Mapping[str, Any] | None = None,
     answer_tokens: int = 0,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> list[Prompt]:
     """The first ``limit`` usable prompts of a file (0 for all), in its order.
 
     Rows are read, split and rendered by the code that prepares training data: with the same ``held_out_share`` or
     ``held_out_rows``, ``split="held_out"`` gives prompts that a source with ``split: train`` has never shown. Rows that
-    cannot be used and prompts longer than ``max_prompt_tokens`` are passed over. With ``answer_tokens`` each prompt
-    comes with so many tokens of its answer at most, where its row has one.
+    cannot be used and prompts longer than ``max_prompt_tokens`` are passed over, and ``warn`` is told. With
+    ``answer_tokens`` each prompt comes with so many tokens of its answer at most, where its row has one.
 
     Raises:
         DataInvalid: not one prompt can be used.
@@ -90,6 +91,8 @@ def load_prompts(
         # With a turn left out there is no telling which answer a sample holds.
         whole = [() if r.rejections else r.samples for r in answers.encode(chunk)] if answers else [()] * len(chunk)
         for row, result, samples in zip(chunk, encoder.encode(chunk), whole, strict=True):
+            if limit and len(prompts) == limit:
+                break
             passed.update(rejection.reason for rejection in result.rejections)
             passed["in the other split"] += not (result.samples or result.rejections)
             for sample in result.samples:
@@ -97,11 +100,13 @@ def load_prompts(
                 ids = sample.ids.astype(np.int64)
                 answer = _answer(samples, 0 if prompt_until == "first_answer" else -1, answer_tokens)
                 prompts.append(Prompt(ids, messages[-1]["content"], f"{path}:{row.line}", messages, answer))
-        if limit and len(prompts) >= limit:
-            return prompts[:limit]
+        if limit and len(prompts) == limit:
+            break
+    why = ", ".join(f"{reason} {count}" for reason, count in passed.most_common() if count)
     if not prompts:
-        why = ", ".join(f"{reason} {count}" for reason, count in passed.most_common() if count)
         raise DataInvalid(f"{path}: no usable prompt ({why or 'the file holds no rows'})")
+    if why:
+        warn(f"{path}: rows passed over: {why}")
     return prompts
 
 

@@ -31,7 +31,7 @@ from flowdflash.data.rows import Row, chunks
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
 
-FORMAT = 3
+FORMAT = 4
 """Raise it when the same rows, tokenizer and options begin to give other samples or another layout."""
 COLUMNS = ("offsets", "note_offsets", "lines", "parts", "turns", "supervised")
 VOCABULARY = ("token_ids", "supervised_token_ids")

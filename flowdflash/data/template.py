@@ -27,6 +27,7 @@ RENDERING = threading.Lock()
 DATE = date(2025, 1, 1)
 """Today, for a template that writes the date: the same rows give the same tokens on any day."""
 EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+CLOSED_THINKING = re.compile(r"\s*</think>\s*")
 OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
 """What a generation prompt may have written of an answer already."""
 
@@ -37,7 +38,8 @@ class Turn:
 
     Attributes:
         prompt_end: where the generation prompt ends; the target writes from here.
-        start: where supervision starts: later than ``prompt_end`` if the template puts in an empty think block.
+        start: where supervision starts: later than ``prompt_end`` if the template puts in an empty think block, or ends
+            one that its generation prompt has begun.
         end: where it ends: after the end-of-turn token.
         closed: a special token is the end-of-turn token; without one, ``end`` is the end of the answer.
     """
@@ -137,7 +139,7 @@ class ChatTemplate:
                 )
             if missing := _left_out(text[len(prompt) :], messages[place]):
                 raise Rejected("template leaves part of the answer out", f"its {missing}", number)
-            start = len(prompt) + _template_thinking(text[len(prompt) :], messages[place])
+            start = len(prompt) + _template_thinking(prompt, text[len(prompt) :], messages[place])
             texts.append(text)
             marks.append(spans)
             turns.append(Turn(len(prompt), start, *self._turn_end(text, start)))
@@ -219,18 +221,30 @@ def special_names(tokenizer: Any) -> frozenset[str]:
     return frozenset(token.content for token in added if token.special) | named
 
 
-def _template_thinking(text: str, message: Message) -> int:
-    """Length of an empty think block that the template, and not the message, puts before an answer."""
-    block = EMPTY_THINKING.match(text)
+def _template_thinking(prompt: str, text: str, message: Message) -> int:
+    """Length of what the template, and not the message, writes of an empty think block before an answer."""
+    block = (CLOSED_THINKING if prompt.rstrip().endswith("<think>") else EMPTY_THINKING).match(text)
     own = message.get("reasoning_content") or message["content"]
-    return 0 if block is None or own.lstrip().startswith("<think>") else block.end()
+    return 0 if block is None or own.lstrip().startswith(("<think>", "</think>")) else block.end()
 
 
 def _left_out(text: str, message: Message) -> str:
-    """What of an answer is not in its rendering, white space aside; nothing if it is all there."""
+    """What of an answer is not in its rendering, white space aside; nothing if it is all there.
+
+    What was found is taken out of the text, the longest first: a call that an answer speaks of is not written by that.
+    """
     written = [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
-    written += [(name, message.get(name, "")) for name in ("reasoning_content", "thinking")]
-    opened = OPENED_THINKING.match(message["content"])
-    written.append(("content", message["content"][opened.end() if opened else 0 :]))
-    gone = (name for name, part in written if part not in text and "".join(part.split()) not in "".join(text.split()))
-    return next(gone, "")
+    content = message["content"]
+    opened = OPENED_THINKING.match(content)
+    written.append(("content", content[opened.end() if opened else 0 :]))
+    # A thought may be there under both names, or in the content too.
+    thoughts = {message[name].strip(): name for name in ("thinking", "reasoning_content") if name in message}
+    in_content = content.partition("</think>")[0] if opened else ""
+    written += [(name, part) for part, name in thoughts.items() if part not in in_content]
+    for name, part in sorted(written, key=lambda named: len(named[1]), reverse=True):
+        if part not in text:
+            text, part = ("".join(either.split()) for either in (text, part))
+        if part not in text:
+            return name
+        text = text.replace(part, "\0", 1)
+    return ""

@@ -28,7 +28,8 @@ class ChatJsonl(ChatSource, Source):
         """Options of the source of chat rows."""
 
         path: PipelinePath = Field(
-            description="JSONL file, plain, gzip or zstd; `messages` or `conversations` in each row"
+            description="JSONL file, plain, gzip or zstd; `messages` or `conversations` in each row, or to generate "
+            "answers a `prompt`"
         )
 
     config: Config

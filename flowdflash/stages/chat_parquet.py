@@ -27,7 +27,9 @@ class ChatParquet(ChatSource, Source):
     class Config(ChatOptions):
         """Options of the source of chat rows in Parquet."""
 
-        path: PipelinePath = Field(description="Parquet file with a column `messages` or `conversations`")
+        path: PipelinePath = Field(
+            description="Parquet file with a column `messages` or `conversations`, or to generate answers `prompt`"
+        )
 
     config: Config
 

@@ -52,7 +52,8 @@ class OpenAIGenerator(Generator):
     """Asks an OpenAI-compatible server for chat completions, many at once.
 
     What may pass (a lost connection, a timeout, 429, 5xx) is tried again, after a wait that doubles from
-    ``first_wait_secs`` and is never shorter than the server's ``Retry-After``. Tokens are counted by the server.
+    ``first_wait_secs`` and is never shorter than the server's ``Retry-After``. Tokens are counted by the server, and a
+    template that writes the date has the server's.
 
     What decides how the server samples is sent with every prompt and told in the summary, so that neither its defaults
     nor those that come with the model count: temperature, repetition penalty 1, and where it samples, top-p, top-k and

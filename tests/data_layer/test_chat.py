@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.chat import check_turns, read_conversation
+from flowdflash.data.chat import check_turns, check_weights, read_conversation
 from flowdflash.data.rejects import Rejected
 
 from .fixtures import say
@@ -109,12 +109,12 @@ def test_reasoning_has_one_name_and_what_a_message_says_of_itself_is_never_dropp
 
 
 def test_an_answer_that_is_not_to_be_learnt_is_not_learnt() -> None:
-    assert (
-        read_conversation(answer(weight=1.0)) == read_conversation(answer(weight=None)) == read_conversation(answer())
-    )
-    assert reason(answer(weight=0)) == "`weight` of an answer is not 1"
     given = {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b"}]}
-    assert read_conversation(given) == read_conversation(answer())
+    for row in (answer(weight=1.0), answer(weight=None), given):
+        check_weights(row)
+    for row in (answer(weight=0), {"conversations": [{"from": "gpt", "value": "b", "weight": 0.5}]}):
+        with pytest.raises(Rejected, match="`weight` of an answer is not 1"):
+            check_weights(row)
 
 
 def test_a_prompt_alone_is_a_question() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from flowdflash.data.arrow import read_parquet
 from flowdflash.data.encode import ChatEncoder, EncodeOptions, RowResult, Sample
 from flowdflash.data.rejects import ANCHORLESS_AFTER_CUT, TOO_LONG, UNSUPERVISED_AFTER_CUT
 from flowdflash.data.rows import Row
@@ -157,7 +159,9 @@ def test_a_rows_own_switches_of_the_template_are_obeyed_before_the_pipelines(tas
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("thinking", "`chat_template_kwargs` is not an object"),
+        ("thinking", "`chat_template_kwargs` is not JSON"),
+        ("[]", "`chat_template_kwargs` is not an object"),
+        ({"conversations": []}, "`chat_template_kwargs` steers the rendering"),
         ({"tokenize": True}, "`chat_template_kwargs` steers the rendering"),
         ({"messages": []}, "`chat_template_kwargs` steers the rendering"),
         ({"persona": "<|im_end|>"}, "markup in content"),
@@ -165,6 +169,38 @@ def test_a_rows_own_switches_of_the_template_are_obeyed_before_the_pipelines(tas
 )
 def test_switches_that_are_none_reject_their_row(options: Any, reason: str) -> None:
     assert reasons(encode([{**say("hi", "hello"), "chat_template_kwargs": options}])[0]) == [reason]
+
+
+def test_switches_of_a_table_are_json_text_or_an_object_with_nulls(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (wanted,) = encode([own_switches(thinking=False)], T_EMPTY_THINK, task="generate")
+    off = {"template_options": {"thinking": False}}
+    texts, structs = ['{"thinking": false}', '{"thinking": null}', " "], [{"thinking": False}, {"thinking": None}, {}]
+    for column in (texts, structs):
+        rows = [{**say("hi", "hello"), "chat_template_kwargs": switches} for switches in column]
+        parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows")
+        for read in (rows, [row.value for row in read_parquet(tmp_path / "rows")]):
+            row, *others = encode(read, T_EMPTY_THINK, task="generate")
+            assert only(row).ids.tolist() == only(wanted).ids.tolist()
+            assert json.loads(only(row).note)["chat_template_kwargs"] == {"thinking": False}
+            assert all("chat_template_kwargs" not in json.loads(only(other).note) for other in others)
+            assert all(
+                only(r).ids.tolist() == only(wanted).ids.tolist()
+                for r in encode(read, T_EMPTY_THINK, task="generate", **off)
+            )
+
+
+def test_switches_go_to_a_server_as_they_were_rendered() -> None:
+    row = own_switches(persona="\ud83d")
+    (result,) = encode([row], task="generate", surrogates="replace")
+    assert json.loads(only(result).note)["chat_template_kwargs"] == {"persona": "\ufffd"}
+
+
+def test_a_weight_is_about_learning_and_does_not_spoil_a_prompt() -> None:
+    row = say("hi", "hello", "bye", "ciao")
+    row["messages"][1]["weight"] = 0
+    assert reasons(encode([row])[0]) == ["`weight` of an answer is not 1"]
+    assert only(encode([row], task="generate", prompt_until="last_answer")[0]).note
 
 
 def test_answer_that_does_not_start_with_the_generation_prompt_is_rejected_by_name() -> None:

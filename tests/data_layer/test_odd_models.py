@@ -39,7 +39,8 @@ def writing(content: str) -> str:
         (answer("hello", reasoning_content="hm"), "reasoning_content"),
         (answer("hello", thinking="hm"), "thinking"),
         (answer("", tool_calls=[{"function": {"name": "f"}}]), "tool call"),
-        (answer("I look", tool_calls=[{"function": {"name": "ook"}}, {"function": {"name": "f"}}]), "tool call"),
+        (answer("I look", tool_calls=[{"function": {"name": "ook"}}]), "tool call"),
+        (answer("hm, hello", reasoning_content="hm"), "reasoning_content"),
     ],
 )
 def test_d1_answer_that_the_template_writes_in_part_is_no_answer_of_the_target(row: Any, missing: str) -> None:
@@ -61,6 +62,27 @@ def test_white_space_that_the_template_takes_away_or_puts_in_leaves_nothing_out(
     stripped, spread = writing("m['content'].strip()"), writing("m['content'].replace('\n', '\n\n')")
     assert taught(only(encode([say(" a ", " b\nc \n")], stripped)[0])) == "b\nc<|im_end|>"
     assert taught(only(encode([say("a", "b\nc")], spread)[0])) == "b\n\nc<|im_end|>"
+
+
+def test_a_thought_that_is_there_under_two_names_needs_to_be_written_once() -> None:
+    both = answer("hi", reasoning_content="hm", thinking="hm")
+    thinking = writing("(m['thinking'] + ' ' if m['thinking'] else '') + m['content']")
+    assert taught(only(encode([both], thinking)[0])) == "hm hi<|im_end|>"
+    repeated = answer("<think>\nhm\n</think>hi", reasoning_content="hm")
+    assert taught(only(encode([repeated])[0])) == "<think>\nhm\n</think>hi<|im_end|>"
+
+
+def test_d4_end_of_a_thought_that_only_the_template_has_begun_is_never_supervised() -> None:
+    opening = T_PLAIN.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif").replace(
+        "{{ m['content']",
+        "{% if m['role'] == 'assistant' %}{{ '<think>\n' + (m['reasoning_content'] or '') }}{{ '\n</think>\n\n' }}"
+        "{% endif %}"
+        "{{ m['content'].split('</think>')[-1]",
+    )
+    bare, thought, closed = encode([answer("hi"), answer("hi", reasoning_content="hm"), answer("</think>hi")], opening)
+    assert taught(only(bare)) == "hi<|im_end|>"
+    assert taught(only(thought)) == "hm\n</think>\n\nhi<|im_end|>"
+    assert taught(only(closed)) == "\n</think>\n\nhi<|im_end|>"
 
 
 def test_thinking_that_the_generation_prompt_opens_is_not_left_out() -> None:

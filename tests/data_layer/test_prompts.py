@@ -16,7 +16,10 @@ from .fixtures import HEAD, PROMPT, make_tokenizer, say, write_rows
 
 def test_prompts_are_what_serving_would_tokenise(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [say("hi", "hello", system="s"), {"messages": []}, say("é?")])
-    first, second = load_prompts(path, tokenizer)
+    told: list[str] = []
+    first, second = load_prompts(path, tokenizer, warn=told.append)
+    assert told == [f"{path}: rows passed over: empty conversation 1"]
+    assert load_prompts(path, tokenizer, limit=1, warn=told.append)[0].text == "hi" and len(told) == 1
     assert (
         first.input_ids.tolist()
         == (tokenizer.apply_chat_template(list(first.messages), add_generation_prompt=True)["input_ids"])
