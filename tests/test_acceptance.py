@@ -313,6 +313,16 @@ def test_a_measurement_that_falls_due_while_one_is_going_on_is_left_out_and_told
     assert "acceptance: step 4 is not measured: that of step 2 is going on" in sink.ctx.report.lines  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("at_end", [True, False])
+def test_the_end_is_measured_even_where_its_turn_on_the_way_was_left_out(
+    tmp_path: Path, cache: Path, at_end: bool
+) -> None:
+    sink = opened(tmp_path, cache, every_steps=2, at_end=at_end)
+    assert sink.wants(2, "every") and not sink.wants(4, "every")
+    assert sink.wants(4, "final") == sink.wants(4, "final") == at_end
+    assert sink.summary()["steps_left_out"] == ([] if at_end else [4])
+
+
 def test_a_resumed_run_tells_of_steps_that_nobody_can_measure_any_more(tmp_path: Path, cache: Path) -> None:
     entries = [{"stage": "acceptance", "step": 2}, {"stage": "other", "step": 4}]
     (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))

@@ -301,6 +301,22 @@ def test_sinks_are_given_what_a_killed_run_had_not_brought_to_them(tmp_path: Pat
     assert recent == tuple(records)
 
 
+def test_an_evaluator_is_not_asked_about_a_checkpoint_that_it_cannot_be_given(tmp_path: Path) -> None:
+    damaged, *_ = [save(tmp_path, step) for step in (2, 4, 6)]
+    (damaged / "state.pt").write_bytes(b"")
+    asked = set()
+
+    class Asked(Watching):
+        def wants(self, step: int, reason: str) -> bool:
+            asked.add(step)
+            return True
+
+    nodes = Pipeline().graph.nodes
+    outlet = Outlet(Checkpoint, Channel("c", 100), "s", Asked(nodes["save"].config))
+    take_up(Resumable(nodes["drafter"].config), found(tmp_path)[0], [outlet])
+    assert asked == {0, 4, 6} == outlet.held
+
+
 class OnCpu(Resumable):
     on_cpu = True  # type: ignore[assignment]
 

@@ -61,10 +61,10 @@ class Crew:
     def _wait(self) -> None:
         while self._running:
             self._adjust()
-            left = HEARTBEAT_SECS if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             quiet = self._watchdog.look() if self._phase in ("run", "close") else None
             try:
-                waits = left, HEARTBEAT_SECS if quiet is None else quiet, HEARTBEAT_SECS
+                waits = [secs for secs in (left, quiet, HEARTBEAT_SECS) if secs is not None]
                 reply = self._wiring.replies.get(timeout=min(waits))
             except Empty:
                 if self._deadline is not None and time.monotonic() >= self._deadline:

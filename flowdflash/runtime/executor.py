@@ -17,7 +17,6 @@ from flowdflash.runtime.crew import Crew
 from flowdflash.runtime.draft_shape import DraftShape
 from flowdflash.runtime.ledger import Ledger
 from flowdflash.runtime.observers import Notifier, Observers
-from flowdflash.runtime.openmp import release_team
 from flowdflash.runtime.outcome import RunOutcome, build_outcome, check_books, summary_name
 from flowdflash.runtime.plan import window_of
 from flowdflash.runtime.planner import Plan, blamed_on, plan_epochs, summarise
@@ -223,7 +222,6 @@ class _Execution:
         return summarise(self._plan, window, self._vocabulary)
 
     def _run_all(self) -> None:
-        release_team()  # a probe may have computed on this thread
         begin = time.monotonic()
         self._watchdog.start()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,21 +20,17 @@ def release_team() -> None:
     between two kernels any more: each sleeps, and waking it takes longer than a small kernel does (a product of 150,000
     numbers on two cores: 12 microseconds with one team in the process, 85 with two).
     """
-    if "torch" in sys.modules and (pause := _pause()) is not None:
+    # Not "torch", which is there as soon as another thread begins to import it, before its libraries are.
+    if "torch._C" in sys.modules and (pause := _pause()) is not None:
         pause(SOFT)
-
-
-def is_gnu() -> bool:
-    """torch runs on GNU's OpenMP."""
-    return _pause() is not None
 
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the library that torch runs on; None where that is another OpenMP."""
+    """``omp_pause_resource_all`` of the GNU OpenMP that comes with torch; None where torch runs on another."""
     try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        (library,) = {line[line.index("/") :] for line in lines if "/libgomp" in line and "/torch" in line}
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        (library,) = set(re.findall(r"/.*/torch(?:/lib|\.libs)/libgomp.*", maps))
         pause: Callable[[int], int] = ctypes.CDLL(library).omp_pause_resource_all
     except (OSError, ValueError, AttributeError):
         return None

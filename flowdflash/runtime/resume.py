@@ -161,8 +161,9 @@ def take_up(drafter: Drafter, resume: Resume, outlets: Sequence[Outlet]) -> tupl
     # The untrained draft, before its weights are replaced.
     for output in drafter.begin():
         put_to(watching, output)
-    for saved in (*resume.older, resume.newest):
-        if any(outlet.wants(saved.step, "every") for outlet in watching) and not damage(saved):
+    for saved in (*resume.older, resume.newest) if watching else ():
+        # Damage first: an evaluator that has said that it wants a checkpoint counts on it.
+        if not damage(saved) and any(outlet.wants(saved.step, "every") for outlet in watching):
             put_to(watching, replace(load_checkpoint(saved.folder), reason="every"))
     checkpoint = load_checkpoint(resume.newest.folder)
     for outlet in outlets:

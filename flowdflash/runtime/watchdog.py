@@ -32,7 +32,7 @@ class Watchdog:
         self._told: float | None = None
 
     def start(self) -> None:
-        """The run begins now."""
+        """What has not moved before now is no stall."""
         self._since = self._clock()
 
     def look(self) -> float | None:

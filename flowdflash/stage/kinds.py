@@ -286,5 +286,8 @@ class Sink(Stage):
         return ()
 
     def wants(self, step: int, reason: str) -> bool:
-        """Of a sink for checkpoints: is one wanted at this step? ``reason`` is ``start``, ``every`` or ``final``."""
+        """Of a sink for checkpoints: is one wanted at this step?
+
+        ``reason`` is ``start``, ``every``, ``final`` or ``interrupted``. Asked more than once about a step.
+        """
         return True

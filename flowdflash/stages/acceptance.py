@@ -120,6 +120,7 @@ class AcceptanceSink(Sink):
             limit=cfg.num_prompts,
             template_options=self.ctx.facts.get("template_options"),
             answer_tokens=cfg.max_new_tokens,
+            warn=self.ctx.report.warn,
         )
         if len(prompts) < cfg.num_prompts:
             raise DataInvalid(f"{cfg.prompts}: {len(prompts)} usable prompts, num_prompts asks for {cfg.num_prompts}")
@@ -161,9 +162,11 @@ class AcceptanceSink(Sink):
         if reason == "start":
             wanted = bool(self.config.at_start)
         else:
-            # The last step is only ever asked about as such, even where its turn has come anyway.
+            # A drafter may ask about the last step as such alone, even where its turn has come anyway.
             turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
             wanted = turn if reason == "every" else reason == "final" and (turn or bool(self.config.at_end))
+        if reason == "final" and self.config.at_end and step in self.left_out:
+            self.left_out.remove(step)  # on the way; the end is measured whatever else goes on
         if not wanted or step in self.left_out:  # asked twice of each step: what was said once stays
             return False
         if reason == "every" and self.config.when_busy == "skip" and self.busy_with not in (None, step):
@@ -234,7 +237,7 @@ class AcceptanceSink(Sink):
         """Every evaluation, in order, and the steps that were left out."""
         made = [*self.earlier, *(result.as_dict() for result in self.results)]
         self._leave_out_lost({e["step"] for e in made} | self.promised)
-        return {"evaluations": made, "steps_left_out": sorted(self.left_out)}
+        return {"evaluations": made, "steps_left_out": sorted(set(self.left_out))}
 
     def _leave_out_lost(self, known: set[int]) -> None:
         """Tell which steps the run before this one had not measured when it was killed, and had not saved either."""

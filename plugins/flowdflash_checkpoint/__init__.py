@@ -81,7 +81,10 @@ class CheckpointSink(Sink):
         )
 
     def check(self, check: Check) -> Mapping[str, Any]:
-        """How large a checkpoint will be and how many there will be at once, where the draft's size is known."""
+        """How large a checkpoint will be where the draft's size is known, and how many there will be at once.
+
+        Those that are kept because an evaluator is not done with them are not counted.
+        """
         parameters, config = check.facts.get("draft_parameters"), self.config
         if parameters is None:
             return {}
@@ -110,7 +113,7 @@ class CheckpointSink(Sink):
         """True for the steps that the options name, and whenever the run is interrupted."""
         if reason == "start":
             return bool(self.config.at_start)
-        # The last step is only ever asked about as such, even where its turn has come anyway.
+        # A drafter may ask about the last step as such alone, even where its turn has come anyway.
         turn = step > 0 and self.config.every_steps > 0 and step % self.config.every_steps == 0
         if reason == "every":
             return turn and not self._busy(step)
