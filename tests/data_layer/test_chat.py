@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.chat import check_turns, check_weights, read_conversation
+from flowdflash.data.chat import check_weights, read_conversation
 from flowdflash.data.rejects import Rejected
+from flowdflash.data.turn_order import check_turns
 
 from .fixtures import say
 
