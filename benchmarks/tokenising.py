@@ -1,17 +1,20 @@
 """What building a token store costs: rows to tokens, against the tokenizers library alone, in one run on one machine.
 
-The library alone gets the texts ready rendered, in one call. The store reads the file, renders each row with the chat
-template (twice per answer), tokenises, works out the loss mask, checks it and writes. Rounds of both alternate, so that
-a change of load meets both alike; medians count. The ratio of CPU times is given too, since on a busy machine it alone
-means something. Rendering a row costs the same whether it is short or long, so two kinds of rows are measured: such as
-the shipped ones, a question and an answer, and conversations of the length that people have with an assistant. CPU
-shares are of one more build, phase by phase. Exits with 1 if the store is below the limit on the conversations.
+The library alone gets the texts ready rendered, in large calls. The store reads the file, renders each row with the
+chat template (twice per answer), tokenises, works out the loss mask, checks it and writes; the processes that it starts
+for a large file are in its time. Rounds of both alternate, so that a change of load meets both alike; medians count.
+The ratio of CPU times is given too. Rendering a row costs the same whether it is short or long, so two kinds of rows
+are measured: such as the shipped ones, a question and an answer, and conversations of the length that people have with
+an assistant. CPU shares are of the encoding of some of the rows in one process, phase by phase. Exits with 1 if the
+store is below the limit on either.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -26,13 +29,16 @@ from unittest.mock import patch
 from flowdflash.cache import cache_dir
 from flowdflash.data import encode
 from flowdflash.data.align import tokenise
-from flowdflash.data.encode import ChatEncoder, EncodeOptions
+from flowdflash.data.encode import ChatEncoder, EncodeOptions, RowResult
 from flowdflash.data.rows import chunks, read_jsonl
 from flowdflash.data.store import open_or_build, store_key
+from flowdflash.data.store_writer import StoreWriter
 from flowdflash.target.load import load_tokenizer
 
 LIMIT = 0.8
 DATA = Path(__file__).resolve().parents[1] / "data" / "train.jsonl.gz"
+SOME_ROWS = 3000
+CALL_ROWS = 10_000
 PHASES = ("read", "render", "tokenise", "align", "write")
 
 
@@ -41,7 +47,7 @@ def shipped(answers: list[str], count: int, rng: random.Random) -> Iterator[list
     for n in range(count):
         words = answers[n % len(answers)].split(" ")
         rng.shuffle(words)
-        yield [f"Give me three facts about {words[0]}.", " ".join(words)]
+        yield [f"Give me three facts about {words[0]}.", " ".join(words).strip()]
 
 
 def conversations(answers: list[str], count: int, rng: random.Random) -> Iterator[list[str]]:
@@ -60,19 +66,26 @@ def write(path: Path, rows: Iterator[list[str]]) -> None:
 
 def build(path: Path, encoder: ChatEncoder) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        store = open_or_build(Path(folder), store_key(encoder, [path]), partial(read_jsonl, path), encoder)
+        key, size = store_key(encoder, [path]), path.stat().st_size
+        store = open_or_build(Path(folder), key, partial(read_jsonl, path), encoder, nbytes=size)
         assert store.accounts.rows_kept == store.accounts.rows_read > 0
 
 
+def tokenised(library: Any, texts: list[str]) -> None:
+    """What the library alone does, in calls that keep memory bounded and all cores busy."""
+    for start in range(0, len(texts), CALL_ROWS):
+        library.encode_batch(texts[start : start + CALL_ROWS])
+
+
 def both(work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds on the wall, and of CPU time."""
-    begin, busy = time.perf_counter(), time.process_time()
+    """Seconds on the wall, and of CPU time, that of child processes included."""
+    begin, busy = time.perf_counter(), sum(os.times()[:4])
     work()
-    return time.perf_counter() - begin, time.process_time() - busy
+    return time.perf_counter() - begin, sum(os.times()[:4]) - busy
 
 
 def shares(path: Path, encoder: ChatEncoder) -> dict[str, float]:
-    """Share of each phase in the CPU time of one build."""
+    """Share of each phase in the CPU time of building a store of some rows, in this process."""
     spent = dict.fromkeys(PHASES, 0.0)
 
     def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,28 +98,36 @@ def shares(path: Path, encoder: ChatEncoder) -> dict[str, float]:
 
         return measured
 
-    whole = both(lambda: build(path, encoder))[1]
-    spent["read"] = both(lambda: list(read_jsonl(path)))[1]
-    apart = chunks(list(read_jsonl(path)))
+    def written(folder: str) -> None:
+        with StoreWriter(Path(folder)) as writer:
+            for row, result in zip(rows, results, strict=True):
+                writer.add(row, result)
+            writer.flush()
+
+    some = partial(read_jsonl, path, limit=SOME_ROWS)
+    rows, results = list(some()), list[RowResult]()
+    spent["read"] = both(lambda: list(some()))[1]
     render = timed("render", encoder._drafts)
     with patch.object(encoder, "_drafts", render), patch.object(encode, "tokenise", timed("tokenise", tokenise)):
-        encoded = both(lambda: [encoder.encode(chunk) for chunk in apart])[1]
+        encoded = both(lambda: [results.extend(encoder.encode(chunk)) for chunk in chunks(rows)])[1]
     spent["align"] = encoded - spent["render"] - spent["tokenise"]
-    spent["write"] = max(0.0, whole - encoded - spent["read"])
+    with tempfile.TemporaryDirectory() as folder:
+        spent["write"] = both(lambda: written(folder))[1]
     return {phase: secs / sum(spent.values()) for phase, secs in spent.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds; the median counts")
-    parser.add_argument("--megabytes", type=float, default=4.0, help="about so much text per kind of row")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts")
+    parser.add_argument("--megabytes", type=float, default=150.0, help="about so much text per kind of row")
     parser.add_argument("--tokenizer", default="SmolLM2-135M-Instruct", help="a model, as in a pipeline")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.tokenizer, cache_dir())
     encoder = ChatEncoder(tokenizer, EncodeOptions(max_length=1 << 20))
     answers = [row.value["messages"][-1]["content"] for row in read_jsonl(DATA)]
-    columns = f"{'rows':<14} {'chars':>6} {'library':>9} {'store':>9} {'ratio':>6} {'of CPU':>6}"
+    columns = f"{'rows':<14} {'MB':>5} {'chars':>6} {'library':>9} {'store':>9} {'ratio':>6} {'of CPU':>6}"
     print(f"{columns}  CPU of the store: {', '.join(PHASES)}")
+    worst = 1e9
     for kind in (shipped, conversations):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.jsonl"
@@ -114,15 +135,22 @@ def main() -> int:
             write(path, kind(answers, count, random.Random(7)))
             messages = [row.value["messages"] for row in read_jsonl(path)]
             texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in messages]
-            library = partial(tokenizer._tokenizer.encode_batch, texts)
+            library = partial(tokenised, tokenizer._tokenizer, texts)
+            del messages
+            gc.collect()
+            gc.freeze()  # the texts, which no store build would have in memory
             rounds = [(both(library), both(partial(build, path, encoder))) for _ in range(args.rounds)]
             ratio, cpu = (statistics.median(one[n] / other[n] for one, other in rounds) for n in (0, 1))
             told = ", ".join(f"{share:.0%}" for share in shares(path, encoder).values())
             size = sum(map(len, texts))
             rates = "".join(f" {size / statistics.median(r[n][0] for r in rounds) / 1e6:>5.1f}MB/s" for n in (0, 1))
-            print(f"{kind.__name__:<14} {size // count:>6}{rates} {ratio:>6.0%} {cpu:>6.0%}  {told}", flush=True)
-    print(f"conversations: {ratio:.0%} of the library alone, limit {LIMIT:.0%}")
-    return 0 if ratio >= LIMIT else 1
+            print(
+                f"{kind.__name__:<14} {size / 1e6:>5.0f} {size // count:>6}{rates} {ratio:>6.0%} {cpu:>6.0%}  {told}",
+                flush=True,
+            )
+            worst = min(worst, ratio)
+    print(f"{worst:.0%} of the library alone, limit {LIMIT:.0%}")
+    return 0 if worst >= LIMIT else 1
 
 
 if __name__ == "__main__":

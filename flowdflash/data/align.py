@@ -34,6 +34,7 @@ class Specials:
 
     Attributes:
         names: texts of the special tokens.
+        firsts: the characters that they begin with.
         special: ``[vocabulary]`` bool by id, the special tokens.
         added: finds the tokens that the tokenizer looks for before anything else, as it does: the longest at a place.
         cutting: texts of those whose place is where their text begins, whatever stands before it.
@@ -41,6 +42,7 @@ class Specials:
     """
 
     names: frozenset[str]
+    firsts: frozenset[str]
     special: Mask
     added: re.Pattern[str]
     cutting: frozenset[str]
@@ -60,6 +62,7 @@ class Specials:
         late = any(tokens[n].normalized for n in ids) or type(backend.model).__name__ != "BPE"
         return cls(
             names,
+            frozenset(name[:1] for name in names),
             special,
             re.compile("|".join(map(re.escape, texts)) or r"(?!)"),
             frozenset(token.content for token in added if not (token.single_word or token.lstrip)),
@@ -72,6 +75,8 @@ class Specials:
         if self.normalise:
             texts += [self.normalise(text) for text in texts]
         everything = "\0".join(texts)
+        if not any(first in everything for first in self.firsts):
+            return ""
         return next((name for name in self.names if name in everything), "")
 
     def cuts(self, text: str) -> list[int]:

@@ -25,6 +25,8 @@ ROLES = {
     "gpt": "assistant",
     "tool": "tool",
 }
+PLAIN_KEYS = frozenset({"role", "from", "content", "value"})
+"""Keys of a message that has nothing but a role and a content."""
 KEPT_KEYS = {
     "name": "name",
     "tool_call_id": "tool_call_id",
@@ -93,7 +95,7 @@ def read_conversation(value: Any) -> Conversation:
     Raises:
         Rejected: the row holds no conversation that can be read without guessing.
     """
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise Rejected("row is not an object", f"it is {_kind(value)}")
     entries = _entries(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
@@ -135,25 +137,31 @@ def _entries(value: Mapping[str, Any]) -> Sequence[Any]:
 
 def _message(entry: Any, number: int) -> Message:
     where = f"message {number + 1}"
-    if not isinstance(entry, Mapping):
+    if not isinstance(entry, dict):
         raise Rejected("message is not an object", f"{where} is {_kind(entry)}")
     name = _either(entry, "role", "from", where)
     if not isinstance(name, str) or name not in ROLES:
         raise Rejected("unknown role", f"{where} has {name!r}, which is none of {', '.join(ROLES)}")
     role = ROLES[name]
     message: dict[str, Any] = {"role": role, "content": _content(_either(entry, "content", "value", where), where)}
+    if not entry.keys() <= PLAIN_KEYS:
+        _add_more(message, entry, where)
+    if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
+        raise Rejected(f"{'blank' if message['content'] else 'empty'} {role} message", where)
+    return message
+
+
+def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> None:
+    """What a message has besides its role and content."""
     if entry.get("function_call") is not None:
         raise Rejected("`function_call` is not supported", f"{where}: write it as `tool_calls`")
     if entry.get("tool_calls"):
-        if role != "assistant":
+        if message["role"] != "assistant":
             raise Rejected("tool call outside an assistant turn", where)
         message["tool_calls"] = [_tool_call(call, where) for call in _as_list(entry["tool_calls"], where)]
     for key, kept in KEPT_KEYS.items():
         if (text := _text(entry, key, where)) and message.setdefault(kept, text) != text:
             raise Rejected(f"both `{kept}` and `{key}`", f"{where}: keep one of them")
-    if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
-        raise Rejected(f"{'blank' if message['content'] else 'empty'} {role} message", where)
-    return message
 
 
 def _either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
@@ -185,9 +193,9 @@ def _content(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    found = f"one of type {part.get('type')!r}" if isinstance(part, Mapping) else _kind(part)
+    found = f"one of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
     raise Rejected("content part is not text", f"{where} has {found}, and no `text` that is text")
 
 
@@ -198,8 +206,8 @@ def _as_list(value: Any, where: str) -> Sequence[Any]:
 
 
 def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Rejected("tool call without a name", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -207,7 +215,7 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
             arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
             raise Rejected("tool call arguments are not JSON", f"{where}: {error}") from None
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, dict):
         raise Rejected("tool call arguments are not an object", f"{where} has {_kind(arguments)}")
     kept = {"id": call["id"]} if _text(call, "id", where) else {}
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -228,7 +236,7 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = _given(row, "tools")
     if not tools:
         return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Rejected("`tools` is not a list of objects")
     return tuple(tools)
 
@@ -236,7 +244,7 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _options(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The switches that a row sets; null is none, since in a table each row has those of all."""
     options = _given(row, OPTIONS_KEY)
-    if not isinstance(options, Mapping | None):
+    if not isinstance(options, dict | None):
         raise Rejected(f"`{OPTIONS_KEY}` is not an object", f"it is {_kind(options)}")
     options = {name: value for name, value in (options or {}).items() if value is not None}
     for name in sorted(RESERVED_OPTIONS & set(options)):
@@ -263,7 +271,7 @@ def _mended(conversation: Conversation) -> Conversation:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from value
         for inner in value.values():
             yield from _strings(inner)

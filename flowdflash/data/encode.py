@@ -94,19 +94,14 @@ class ChatEncoder:
     """Turns chunks of rows into samples.
 
     Works on a copy of the tokenizer, so no other user of the tokenizer can change its settings or borrow it meanwhile.
-    Several threads may use one encoder; inside, the tokenizer uses all cores.
+    Several threads may use one encoder; inside, the tokenizer uses all cores. A pickled copy gives the same samples.
 
     Raises:
         ModelInvalid: the tokenizer is not a fast one, or has no usable chat template.
     """
 
     def __init__(self, tokenizer: Any, options: EncodeOptions, split: Split | None = None) -> None:
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
-
         self._options, self._split = options, split or Split()
-        # Two threads that both render take the interpreter from each other, which costs a quarter of their time, and
-        # then both wait for the tokenizer.
-        self._interpreter = threading.Lock()
         self._template = ChatTemplate(tokenizer, options.template_options, marks=options.generation_marks == "check")
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelInvalid(
@@ -114,12 +109,27 @@ class ChatEncoder:
                 "cannot be traced back to text; convert it to tokenizer.json"
             )
         self._backend_json: str = tokenizer.backend_tokenizer.to_str()
+        self._set_up()
+        self._specials = Specials.of(tokenizer, self._backend)
+
+    def _set_up(self) -> None:
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        # Two threads that both render take the interpreter from each other, which costs a quarter of their time, and
+        # then both wait for the tokenizer.
+        self._interpreter = threading.Lock()
         self._backend = Tokenizer.from_str(self._backend_json)
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
         self._backend.post_processor = None  # without special tokens to add it could only trim white space off offsets
-        self._specials = Specials.of(tokenizer, self._backend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_interpreter", "_backend")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_up()
 
     @property
     def fingerprint(self) -> str:

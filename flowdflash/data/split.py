@@ -11,7 +11,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from flowdflash.data.chat import Conversation, read_conversation
 from flowdflash.data.rejects import Rejected
@@ -50,6 +50,9 @@ class Split:
         if prompts and rows is None:
             raise ValueError("to hold out a number of prompts, the rows must be read")
         self.part, self.share, self.prompts, self._rows = part, share, prompts, rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "border": self.border, "_rows": None}  # a copy knows the border without the rows
 
     @property
     def fingerprint(self) -> tuple[str, float, int]:

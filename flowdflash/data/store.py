@@ -12,10 +12,10 @@ import gc
 import hashlib
 import json
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from zipfile import BadZipFile
@@ -25,18 +25,31 @@ from filelock import FileLock
 
 from flowdflash.data.align import Mask
 from flowdflash.data.encode import RowResult
+from flowdflash.data.encoding import Encoding, encoded
 from flowdflash.data.rejects import Accounts
-from flowdflash.data.rows import Row, chunks
+from flowdflash.data.rows import Row
 from flowdflash.data.store_writer import COLUMNS, FORMAT, VOCABULARY, StoreWriter, sync
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
 
-ENCODING_THREADS = 2
-"""One renders rows while the other waits for the tokenizer, which works outside the interpreter lock on all cores."""
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Says ``file:line`` of a row; ``names`` are those of the files."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, row: Row) -> str:
+        """Place of a row."""
+        return f"{self.name(row.part)}:{row.line}"
+
+    def name(self, part: int) -> str:
+        """What a file is called."""
+        return self.names[part] if part < len(self.names) else f"file {part}"
 
 
 class Encoder(Protocol):
-    """What turns rows into samples."""
+    """What turns rows into samples. Pickled where rows are many, so that other processes have one too."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +91,7 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
-        self.folder, self.names = folder, tuple(names)
+        self.folder, self._places = folder, Places(tuple(names))
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
         self.key: str = meta["key"]
         self.accounts = Accounts.from_dict(meta["accounts"])
@@ -108,7 +121,7 @@ class TokenStore:
     def describe(self, sample: int) -> str:
         """``file:line`` of the row that a sample comes from."""
         self._slice(self._offsets, sample)
-        return f"{self._name(int(self._parts[sample]))}:{self._lines[sample]}"
+        return f"{self._places.name(int(self._parts[sample]))}:{self._lines[sample]}"
 
     def turn(self, sample: int) -> int:
         """The assistant turn that a sample stands for, from 0; -1 for all turns of its row."""
@@ -125,7 +138,7 @@ class TokenStore:
         ):
             for line in rejects:
                 entry = json.loads(line)
-                out.write(json.dumps({"file": self._name(entry.pop("part")), **entry}) + "\n")
+                out.write(json.dumps({"file": self._places.name(entry.pop("part")), **entry}) + "\n")
         draft.replace(path)
 
     def first_bad(self) -> str:
@@ -133,10 +146,7 @@ class TokenStore:
         if not self.accounts.first_bad:
             return ""
         part, line, reason = self.accounts.first_bad
-        return f"{self._name(part)}:{line}: {reason}"
-
-    def _name(self, part: int) -> str:
-        return self.names[part] if part < len(self.names) else f"file {part}"
+        return f"{self._places.name(part)}:{line}: {reason}"
 
     def _slice(self, offsets: IntArray, sample: int) -> slice:
         if not 0 <= sample < len(self):
@@ -152,8 +162,12 @@ def open_or_build(
     *,
     names: Sequence[str] = (),
     warn: Callable[[str], None] = lambda text: None,
+    nbytes: int = 0,
 ) -> TokenStore:
-    """The store of a key in ``folder``, built from ``rows()`` unless it is there. Safe between runs and machines."""
+    """The store of a key in ``folder``, built from ``rows()`` unless it is there. Safe between runs and machines.
+
+    ``nbytes`` is about the size of the rows, so that a large build begins with all cores; 0 if it is not known.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / key
     with FileLock(folder / f"{key}.lock"):
@@ -167,7 +181,8 @@ def open_or_build(
         shutil.rmtree(building, ignore_errors=True)  # left by a run that was killed: whoever holds the lock is alone
         try:
             building.mkdir()
-            _build(building, key, rows(), encoder, names)
+            encode = partial(encoder.encode, where=Places(tuple(names)))
+            _build(building, key, encoded(rows(), encode, warn, nbytes))
             building.replace(place)
             sync(folder)
         finally:
@@ -175,12 +190,9 @@ def open_or_build(
         return TokenStore(place, names)
 
 
-def _build(folder: Path, key: str, rows: Iterable[Row], encoder: Encoder, names: Sequence[str]) -> None:
-    def where(row: Row) -> str:
-        return f"{names[row.part] if row.part < len(names) else f'file {row.part}'}:{row.line}"
-
-    with StoreWriter(folder) as writer, _young_objects_only(), ThreadPoolExecutor(ENCODING_THREADS, "encode") as pool:
-        for chunk, results in _in_order(pool, chunks(rows), lambda chunk: encoder.encode(chunk, where)):
+def _build(folder: Path, key: str, encoding: Encoding) -> None:
+    with StoreWriter(folder) as writer, _young_objects_only(), closing(encoding):
+        for chunk, results in encoding:
             writer.accounts.rows_read += len(chunk)
             for row, result in zip(chunk, results, strict=True):
                 writer.add(row, result)
@@ -199,20 +211,6 @@ def _young_objects_only() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, parts: Iterable[list[Row]], work: Callable[[list[Row]], list[RowResult]]
-) -> Iterator[tuple[list[Row], list[RowResult]]]:
-    """Parts with their results, a few ahead: rows are read and rendered while the tokenizer is at work on others."""
-    ahead: deque[tuple[list[Row], Future[list[RowResult]]]] = deque()
-    for part in parts:
-        ahead.append((part, pool.submit(work, part)))
-        if len(ahead) > ENCODING_THREADS:
-            done, results = ahead.popleft()
-            yield done, results.result()
-    for done, results in ahead:
-        yield done, results.result()
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:

@@ -73,6 +73,7 @@ class StoredSource(Source):
             encoder,
             names=[name],
             warn=ctx.report.warn,
+            nbytes=0 if config.limit_rows else sum(file.stat().st_size for file in self._input.files),
         )
         rejects = ctx.run_dir / ctx.stage / "rejects.jsonl"
         self._store.write_rejects(rejects)

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -75,6 +76,9 @@ class ChatTemplate:
         options: values for the template's own switches, such as ``enable_thinking``; a row's own come before them.
         marks: look at generation marks where the template has them.
 
+    Attributes:
+        fingerprint: everything here that changes a rendering, as text.
+
     Raises:
         ModelInvalid: the tokenizer has no chat template, or one that leaves the messages out.
     """
@@ -85,10 +89,10 @@ class ChatTemplate:
 
         self._jinja = render_jinja_template
         self._refusals = TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
-        self._tokenizer = tokenizer
-        self._options = dict(options or {})
-        self._variables = {"strftime_now": DATE.strftime, **tokenizer.special_tokens_map, **self._options}
-        self._marks = marks
+        tokens, options = tokenizer.special_tokens_map, dict(options or {})
+        self._variables = {"strftime_now": DATE.strftime, **tokens, **options}
+        decisive = [tokenizer.chat_template, options, marks, {name: str(token) for name, token in tokens.items()}]
+        self.fingerprint = json.dumps(decisive, sort_keys=True)
         self._templates: dict[bool, tuple[str, bool]] = {}
         self._specials = special_names(tokenizer)
         self._suffix: str | None = None
@@ -96,6 +100,7 @@ class ChatTemplate:
             for with_tools in (False, True):
                 template = tokenizer.get_chat_template(tools=[] if with_tools else None)
                 self._templates[with_tools] = template, marks and MARKS.search(template) is not None
+                _prepare(template)
         except ValueError as error:
             name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
             raise ModelInvalid(
@@ -104,12 +109,10 @@ class ChatTemplate:
             ) from error
         self._probe()
 
-    @property
-    def fingerprint(self) -> str:
-        """Everything here that changes a rendering, as text."""
-        templates = self._tokenizer.chat_template
-        tokens = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
-        return json.dumps([templates, self._options, self._marks, tokens], sort_keys=True)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for template, _ in self._templates.values():
+            _prepare(template)
 
     def prompt(self, conversation: Conversation) -> str:
         """What serving hands to the target: the messages and the generation prompt.
@@ -204,6 +207,21 @@ class ChatTemplate:
         return body + length, closed
 
 
+def _prepare(template: str) -> None:
+    """Put the globals of a template, which transformers has compiled, into one dict.
+
+    They lie in two, one behind the other, and jinja2 copies them for each rendering, key by key: half of its time.
+    """
+    from jinja2 import TemplateError
+    from transformers.utils import chat_template_utils
+
+    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
+    with suppress(TemplateError):  # it will be told of each row
+        if compiler is not None:
+            compiled = compiler(template)
+            compiled.globals = dict(compiled.globals)
+
+
 @lru_cache(maxsize=64)
 def _first_special(ending: str, names: frozenset[str]) -> tuple[int, bool]:
     """Where the first special token in an ending ends, of those that start alike the longest; 0 without one."""
@@ -233,8 +251,10 @@ def _left_out(text: str, message: Message) -> str:
 
     What was found is taken out of the text, the longest first: a call that an answer speaks of is not written by that.
     """
-    written = [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
     content = message["content"]
+    if len(message) == 2 and content in text:
+        return ""
+    written = [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
     opened = OPENED_THINKING.match(content)
     written.append(("content", content[opened.end() if opened else 0 :]))
     # A thought may be there under both names, or in the content too.

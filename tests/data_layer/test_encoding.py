@@ -1,0 +1,274 @@
+"""Rows encoded by processes of their own: the same results in the same order, whatever becomes of a process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowdflash.data import encoding, encoding_process
+from flowdflash.data import rows as rows_module
+from flowdflash.data.encode import ChatEncoder, EncodeOptions, RowResult, Sample
+from flowdflash.data.encoding import cores, encoded
+from flowdflash.data.encoding_process import EncodingProcess, ProcessGone, packed, unpacked
+from flowdflash.data.rejects import Rejection
+from flowdflash.data.rows import Row
+from flowdflash.data.split import Split
+from flowdflash.data.store import Places, open_or_build
+from flowdflash.errors import DataInvalid
+
+from .fixtures import T_GEN, make_tokenizer, say
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def rows_of(count: int) -> list[Row]:
+    """Rows of many kinds: answers of all lengths, bad rows, rows to be cut, rows without an answer."""
+    odd = [3, {"messages": []}, say("only a question"), say("<|im_end|>", "markup")]
+    values = [say(f"question {n}", "word " * (n % 30)) if n % 7 else odd[n // 7 % len(odd)] for n in range(count)]
+    return [Row(n + 1, value, nbytes=100) for n, value in enumerate(values)]
+
+
+def encoder_of(template: str | None = None) -> Callable[..., list[RowResult]]:
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    return partial(ChatEncoder(tokenizer, EncodeOptions(max_length=90)).encode, where=Places(("a.jsonl",)))
+
+
+def plain(results: Sequence[RowResult]) -> list[Any]:
+    """Results as values that can be compared."""
+    return [
+        (
+            [(s.ids.tolist(), s.mask.tolist(), s.turn, s.truncated, s.open_turns, s.note) for s in r.samples],
+            r.rejections,
+        )
+        for r in results
+    ]
+
+
+@pytest.fixture
+def by_processes(monkeypatch: pytest.MonkeyPatch) -> list[EncodingProcess]:
+    """Every chunk of ten rows is encoded by one of two processes, never here; gives those that were begun."""
+    begun: list[EncodingProcess] = []
+
+    class Listed(EncodingProcess):
+        def __init__(self) -> None:
+            super().__init__()
+            begun.append(self)
+
+    monkeypatch.setattr(encoding, "EncodingProcess", Listed)
+    monkeypatch.setattr(encoding, "MANY_BYTES", 1)
+    monkeypatch.setattr(encoding, "THREADS", 0)
+    monkeypatch.setattr(encoding, "cores", lambda: 2)
+    monkeypatch.setattr(encoding, "chunks", partial(rows_module.chunks, most=10))
+    return begun
+
+
+def test_processes_give_the_same_results_in_the_same_order(by_processes: list[EncodingProcess]) -> None:
+    rows, encode = rows_of(300), encoder_of()
+    done = list(encoded(rows, encode))
+    assert [row.line for chunk, _ in done for row in chunk] == [row.line for row in rows]
+    assert plain([result for _, results in done for result in results]) == plain(encode(rows))
+    assert len(by_processes) == 2
+
+
+def test_few_rows_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "EncodingProcess", lambda: pytest.fail("a process for a few rows"))
+    monkeypatch.setattr(encoding, "cores", lambda: 2)
+    assert sum(len(chunk) for chunk, _ in encoded(rows_of(50), encoder_of())) == 50
+
+
+def test_a_process_that_is_killed_is_told_of_and_loses_no_row(
+    by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, encode, told = rows_of(300), encoder_of(), list[str]()
+    whole = EncodingProcess.encode
+
+    def killed_on_the_way(self: EncodingProcess, chunk: Sequence[Row]) -> list[RowResult]:
+        if chunk[0].line == 101:
+            self._process.send_signal(signal.SIGKILL)
+        return whole(self, chunk)
+
+    monkeypatch.setattr(EncodingProcess, "encode", killed_on_the_way)
+    done = [result for _, results in encoded(rows, encode, told.append) for result in results]
+    assert plain(done) == plain(encode(rows))
+    assert 1 <= len(told) <= encoding_process.AHEAD
+    assert "ended by SIGKILL" in told[0]
+
+
+def test_where_no_process_can_begin_the_rows_are_encoded_here(
+    by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "THREADS", 2)
+    monkeypatch.setattr(encoding_process, "CHILD", "raise SystemExit('no room')")
+    rows, encode, told = rows_of(40), encoder_of(), list[str]()
+    assert plain([one for _, results in encoded(rows, encode, told.append) for one in results]) == plain(encode(rows))
+    monkeypatch.setattr(sys, "executable", "/there/is/no/such/python")
+    assert sum(len(chunk) for chunk, _ in encoded(rows, encode, told.append)) == 40
+    assert "/there/is/no/such/python" in told[-1]
+
+
+def test_an_error_of_the_encoder_comes_out_of_a_process_with_its_place(by_processes: list[EncodingProcess]) -> None:
+    contradicting = T_GEN.replace("{% generation %}", "{{ '?' }}{% generation %}")
+    expected = encoder_of(contradicting)
+    rows = [Row(n, say("a", "b"), nbytes=1) for n in range(1, 4)]
+    with pytest.raises(DataInvalid) as here:
+        expected(rows)
+    with pytest.raises(DataInvalid) as there:
+        list(encoded(rows, expected))
+    assert str(there.value) == str(here.value)
+    assert "a.jsonl:1" in str(there.value)
+
+
+class _Demanding(Exception):
+    def __init__(self, one: object, two: object) -> None:
+        super().__init__("cannot be made again from its message")
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
+    told = encoding_process._portable(_Demanding(1, 2))
+    assert type(told) is RuntimeError
+    assert "_Demanding: cannot be made again" in str(told)
+
+
+def test_leaving_early_leaves_no_process_and_no_thread(by_processes: list[EncodingProcess]) -> None:
+    encoding_rows = encoded(iter(rows_of(2000)), encoder_of())
+    assert len(next(encoding_rows)[0]) == 10
+    encoding_rows.close()
+    assert [process._process.returncode for process in by_processes] == [-signal.SIGKILL] * 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
+
+
+def test_rows_that_cannot_be_sent_are_encoded_here(by_processes: list[EncodingProcess]) -> None:
+    value: Any = "deep"
+    for _ in range(5000):
+        value = [value]
+    rows, encode = [Row(1, {"messages": value}, nbytes=1), Row(2, say("a", "b"), nbytes=1)], encoder_of()
+    (done,) = encoded(rows, encode)
+    assert plain(done[1]) == plain(encode(rows))
+    assert [len(result.samples) for result in done[1]] == [0, 1]
+
+
+def test_answers_reach_the_thread_that_asked() -> None:
+    encode, process = encoder_of(), EncodingProcess()
+    try:
+        process.begin(pickle.dumps(encode))
+        parts = [rows_of(n) for n in range(1, 41)]
+        got: list[list[Any]] = [[], []]
+
+        def ask(number: int) -> None:
+            got[number] = [plain(process.encode(part)) for part in parts[number::2]]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert got == [[plain(encode(part)) for part in parts[number::2]] for number in range(2)]
+    finally:
+        process.close()
+
+
+def test_ctrl_c_in_the_terminal_leaves_a_process_to_its_parent() -> None:
+    process = EncodingProcess()
+    try:
+        process.begin(pickle.dumps(encoder_of()))
+        process._process.send_signal(signal.SIGINT)
+        assert len(process.encode(rows_of(3))) == 3
+    finally:
+        process.close()
+    with pytest.raises(ProcessGone):
+        process.encode(rows_of(1))
+
+
+PARENT = """
+import pickle, signal, os
+from functools import partial
+from flowdflash.data.encoding_process import EncodingProcess
+process = EncodingProcess()
+process.begin(pickle.dumps(len))
+print(process._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux lets one wait for the child of another")
+def test_a_process_ends_when_its_parent_is_killed() -> None:
+    parent = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    try:
+        child = os.pidfd_open(int(parent.stdout))
+    except ProcessLookupError:
+        return  # gone already
+    try:
+        assert select.select([child], [], [], 20)[0], "the process outlived its parent"
+    finally:
+        os.close(child)
+
+
+def test_a_large_file_has_all_cores_from_its_first_row(
+    tmp_path: Path, by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "MANY_BYTES", 1 << 20)
+    tokenizer = make_tokenizer()
+    encoder = ChatEncoder(tokenizer, EncodeOptions())
+    rows = [Row(n, say("a", "b"), nbytes=1) for n in range(1, 4)]
+    store = open_or_build(tmp_path, "k", lambda: rows, encoder, nbytes=1 << 20)
+    assert (len(by_processes), len(store)) == (2, 3)
+
+
+@pytest.mark.parametrize(("told", "expected"), [("", 4), ("2", 2), ("99", 4), ("0", 4), ("many", 4)])
+def test_as_many_cores_as_the_tokenizer_may_use(monkeypatch: pytest.MonkeyPatch, told: str, expected: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setenv("RAYON_NUM_THREADS", told)
+    assert cores() == expected
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_a_pickled_encoder_gives_the_same_samples(part: Any) -> None:
+    rows = rows_of(60)
+    split = Split(part, prompts=9, rows=lambda: islice(rows, None))
+    encoder = ChatEncoder(make_tokenizer(), EncodeOptions(max_length=50), split)
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.fingerprint == encoder.fingerprint
+    assert plain(copy.encode(rows)) == plain(encoder.encode(rows))
+    assert any(result.samples for result in copy.encode(rows))
+
+
+samples = st.builds(
+    lambda n, turn, truncated, open_turns, note: Sample(
+        np.arange(n, dtype=np.int32), np.arange(n) % 3 == 0, turn, truncated, open_turns, note
+    ),
+    st.integers(0, 5),
+    st.integers(-1, 3),
+    st.booleans(),
+    st.integers(0, 2),
+    st.text(max_size=3),
+)
+rejections = st.builds(Rejection, st.text(max_size=3), st.text(max_size=3), st.integers(-1, 2))
+row_results = st.builds(
+    lambda kept, left: RowResult(tuple(kept), tuple(left)),
+    st.lists(samples, max_size=3),
+    st.lists(rejections, max_size=2),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(row_results, max_size=6))
+def test_results_are_sent_as_they_are(results: list[RowResult]) -> None:
+    back = unpacked(*pickle.loads(pickle.dumps(packed(results))))
+    assert plain(back) == plain(results)
+    assert all(s.ids.dtype == np.int32 and s.mask.dtype == np.bool_ for r in back for s in r.samples)
