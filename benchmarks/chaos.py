@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args()
+    if min(options.runs, options.kills, options.jobs, *options.replicas) < 1:
+        parser.error("--runs, --kills, --jobs and --replicas are at least 1")
     seeds = list(range(options.first_seed, options.first_seed + options.runs))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:

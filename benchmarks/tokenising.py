@@ -30,6 +30,7 @@ from flowdflash.cache import cache_dir
 from flowdflash.data import encode
 from flowdflash.data.align import tokenise
 from flowdflash.data.encode import ChatEncoder, EncodeOptions, RowResult
+from flowdflash.data.packed import pack
 from flowdflash.data.rows import chunks, read_jsonl
 from flowdflash.data.store import open_or_build, store_key
 from flowdflash.data.store_writer import StoreWriter
@@ -100,9 +101,7 @@ def shares(path: Path, encoder: ChatEncoder) -> dict[str, float]:
 
     def written(folder: str) -> None:
         with StoreWriter(Path(folder)) as writer:
-            for row, result in zip(rows, results, strict=True):
-                writer.add(row, result)
-            writer.flush()
+            writer.add(rows, pack(results))
 
     some = partial(read_jsonl, path, limit=SOME_ROWS)
     rows, results = list(some()), list[RowResult]()

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
 
-from flowdflash.data.encode import RowResult
 from flowdflash.data.encoding_process import AHEAD, CannotSend, Encode, EncodingProcess, ProcessGone
+from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row, chunks
 
 THREADS = 2
@@ -26,7 +26,7 @@ MANY_BYTES = 8 << 20
 """Rows of so many bytes keep one process busy for seconds, which is what others need to begin."""
 MOST_PROCESSES = 32
 """One process reads and writes for all of them."""
-Encoding = Generator[tuple[list[Row], list[RowResult]], None, None]
+Encoding = Generator[tuple[list[Row], Packed], None, None]
 
 
 def encoded(
@@ -44,7 +44,7 @@ def encoded(
         Exception: whatever ``encode`` raises.
     """
     with _Encoders(encode, warn, nbytes) as encoders:
-        ahead: deque[tuple[list[Row], Future[list[RowResult]]]] = deque()
+        ahead: deque[tuple[list[Row], Future[Packed]]] = deque()
         for chunk in chunks(rows):
             ahead.append((chunk, encoders.submit(chunk)))
             if len(ahead) > encoders.count:
@@ -94,7 +94,7 @@ class _Encoders:
         """How many chunks can be in work."""
         return THREADS + AHEAD * len(self._processes)
 
-    def submit(self, chunk: list[Row]) -> Future[list[RowResult]]:
+    def submit(self, chunk: list[Row]) -> Future[Packed]:
         """Have a chunk encoded; by processes, where many bytes are expected or have been submitted."""
         self._submitted += sum(row.nbytes for row in chunk)
         if max(self._expected, self._submitted) >= MANY_BYTES and self._most > 1:
@@ -121,16 +121,16 @@ class _Encoders:
         for _ in range(AHEAD):
             self._free.put(process.encode)
 
-    def _work(self, chunk: Sequence[Row]) -> list[RowResult]:
+    def _work(self, chunk: Sequence[Row]) -> Packed:
         encode = self._free.get()
         try:
-            return [] if self._ended else encode(chunk)
+            return pack([]) if self._ended else encode(chunk)
         except CannotSend:
             return self._here(chunk)
         except ProcessGone as gone:
             self._lost(gone)
             encode = self._here
-            return [] if self._ended else encode(chunk)
+            return pack([]) if self._ended else encode(chunk)
         finally:
             if encode is not self._here or self._needed():
                 self._free.put(encode)

@@ -26,6 +26,7 @@ from filelock import FileLock
 from flowdflash.data.align import Mask
 from flowdflash.data.encode import RowResult
 from flowdflash.data.encoding import Encoding, encoded
+from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rejects import Accounts
 from flowdflash.data.rows import Row
 from flowdflash.data.store_writer import COLUMNS, FORMAT, VOCABULARY, StoreWriter, sync
@@ -181,7 +182,7 @@ def open_or_build(
         shutil.rmtree(building, ignore_errors=True)  # left by a run that was killed: whoever holds the lock is alone
         try:
             building.mkdir()
-            encode = partial(encoder.encode, where=Places(tuple(names)))
+            encode = partial(_encode, encoder, Places(tuple(names)))
             _build(building, key, encoded(rows(), encode, warn, nbytes))
             building.replace(place)
             sync(folder)
@@ -190,13 +191,14 @@ def open_or_build(
         return TokenStore(place, names)
 
 
+def _encode(encoder: Encoder, where: Callable[[Row], str], rows: Sequence[Row]) -> Packed:
+    return pack(encoder.encode(rows, where))
+
+
 def _build(folder: Path, key: str, encoding: Encoding) -> None:
     with StoreWriter(folder) as writer, _young_objects_only(), closing(encoding):
         for chunk, results in encoding:
-            writer.accounts.rows_read += len(chunk)
-            for row, result in zip(chunk, results, strict=True):
-                writer.add(row, result)
-            writer.flush()
+            writer.add(chunk, results)
         writer.finish(key)
 
 

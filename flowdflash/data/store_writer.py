@@ -1,10 +1,9 @@
-"""Writes a token store, row by row."""
+"""Writes a token store, chunk by chunk."""
 
 from __future__ import annotations
 
 import json
 import os
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,13 +12,16 @@ from typing import IO, Any
 import numpy as np
 
 from flowdflash.data.align import Ids
-from flowdflash.data.encode import RowResult, Sample
+from flowdflash.data.packed import Packed
 from flowdflash.data.rejects import LENGTH_REASONS, Accounts, Rejection
 from flowdflash.data.rows import Row
+from flowdflash.errors import FlowdflashError
+from flowdflash.items import IntArray
 
 FORMAT = 4
 """Raise it when the same rows, tokenizer and options begin to give other samples or another layout."""
-COLUMNS = ("offsets", "note_offsets", "lines", "parts", "turns", "supervised")
+OFFSETS = ("offsets", "note_offsets")
+COLUMNS = (*OFFSETS, "lines", "parts", "turns", "supervised")
 VOCABULARY = ("token_ids", "supervised_token_ids")
 
 
@@ -29,9 +31,8 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         self.accounts = Accounts()
         self._folder = folder
-        self._columns = {name: array("q", [0] if name.endswith("offsets") else []) for name in COLUMNS}
+        self._columns: dict[str, list[IntArray]] = {name: [] for name in COLUMNS}
         self._seen = {name: np.zeros(0, np.bool_) for name in VOCABULARY}
-        self._waiting: list[Sample] = []
         self._files = ExitStack()
 
     def __enter__(self) -> StoreWriter:
@@ -46,20 +47,27 @@ class StoreWriter:
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
-    def add(self, row: Row, result: RowResult) -> None:
-        """Take in what became of one row."""
-        books = self.accounts
-        for sample in result.samples:
-            self._add_sample(row, sample)
-        for rejection in result.rejections:
-            self._add_rejection(row, rejection)
-        if result.samples:
-            books.rows_kept += 1
-            books.samples_rejected.update(rejection.reason for rejection in result.rejections)
-        elif result.rejections:
-            self._count_rejected(row, result.rejections)
-        else:
-            books.rows_other_split += 1
+    def add(self, rows: Sequence[Row], results: Packed) -> None:
+        """Take in what became of some rows.
+
+        Raises:
+            FlowdflashError: the results are not of as many rows.
+        """
+        books, counts = self.accounts, results.samples
+        if len(counts) != len(rows):
+            raise FlowdflashError(f"{len(counts)} results for {len(rows)} rows; please report this")
+        books.rows_read += len(rows)
+        books.rows_kept += int(np.count_nonzero(counts))
+        books.rows_other_split += int(np.count_nonzero(counts == 0))
+        for number, rejections in results.rejections.items():
+            for rejection in rejections:
+                self._add_rejection(rows[number], rejection)
+            if counts[number]:
+                books.samples_rejected.update(rejection.reason for rejection in rejections)
+            else:
+                books.rows_other_split -= 1
+                self._count_rejected(rows[number], rejections)
+        self._add_samples(rows, results)
 
     def _count_rejected(self, row: Row, rejections: Sequence[Rejection]) -> None:
         """A row goes under one reason: a fault of its own before its length."""
@@ -70,37 +78,31 @@ class StoreWriter:
             books.rejected_bad += 1
             books.first_bad = books.first_bad or (row.part, row.line, str(bad).encode("utf-8", "replace").decode())
 
-    def _add_sample(self, row: Row, sample: Sample) -> None:
-        self._waiting.append(sample)
-        note = sample.note.encode()
-        self._notes.write(note)
-        supervised = int(np.count_nonzero(sample.mask))
-        columns, books = self._columns, self.accounts
-        columns["offsets"].append(columns["offsets"][-1] + len(sample.ids))
-        columns["note_offsets"].append(columns["note_offsets"][-1] + len(note))
-        for name, value in (
-            ("lines", row.line),
-            ("parts", row.part),
-            ("turns", sample.turn),
-            ("supervised", supervised),
-        ):
-            columns[name].append(value)
-        books.samples += 1
-        books.truncated += sample.truncated
-        books.tokens += len(sample.ids)
-        books.supervised_tokens += supervised
-        books.turns_without_end_token += sample.open_turns
-
-    def flush(self) -> None:
-        """Write the tokens of the samples added since the last time."""
-        if self._waiting:
-            ids = np.concatenate([sample.ids for sample in self._waiting])
-            mask = np.concatenate([sample.mask for sample in self._waiting])
-            self._ids.write(ids.astype("<i4", copy=False).tobytes())
-            self._mask.write(mask.astype(np.bool_, copy=False).tobytes())
-            self._see("token_ids", ids)
-            self._see("supervised_token_ids", ids[mask])
-            self._waiting.clear()
+    def _add_samples(self, rows: Sequence[Row], results: Packed) -> None:
+        ids, mask, counts, books = results.ids, results.mask, results.samples, self.accounts
+        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        ends = np.cumsum(results.lengths)
+        supervised = before[ends] - before[ends - results.lengths]
+        parts = (
+            results.lengths,
+            results.note_lengths,
+            np.repeat(np.array([row.line for row in rows], np.int64), counts),
+            np.repeat(np.array([row.part for row in rows], np.int64), counts),
+            results.turns,
+            supervised,
+        )
+        for name, part in zip(COLUMNS, parts, strict=True):
+            self._columns[name].append(part)
+        books.samples += len(supervised)
+        books.truncated += int(np.count_nonzero(results.truncated))
+        books.tokens += len(ids)
+        books.supervised_tokens += int(before[-1])
+        books.turns_without_end_token += int(results.open_turns.sum())
+        self._ids.write(ids.astype("<i4", copy=False).tobytes())
+        self._mask.write(mask.tobytes())
+        self._notes.write(results.notes)
+        self._see("token_ids", ids)
+        self._see("supervised_token_ids", ids[mask])
 
     def _see(self, name: str, ids: Ids) -> None:
         highest = int(ids.max(initial=-1))
@@ -125,7 +127,9 @@ class StoreWriter:
         """Check the books, write columns and ``meta.json``, force everything to disk."""
         self.accounts.balance()
         self._files.close()
-        columns = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
+        columns = {name: np.concatenate([np.zeros(0, np.int64), *parts]) for name, parts in self._columns.items()}
+        for name in OFFSETS:
+            columns[name] = np.concatenate([[0], np.cumsum(columns[name], dtype=np.int64)])
         seen = {name: np.flatnonzero(flags) for name, flags in self._seen.items()}
         np.savez(self._folder / "samples.npz", **columns, **seen)  # type: ignore[arg-type]  # of its option allow_pickle
         meta = {"format": FORMAT, "key": key, "accounts": self.accounts.as_dict()}

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,18 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flowdflash.data import encoding, encoding_process
 from flowdflash.data import rows as rows_module
-from flowdflash.data.encode import ChatEncoder, EncodeOptions, RowResult, Sample
+from flowdflash.data.encode import ChatEncoder, EncodeOptions
 from flowdflash.data.encoding import cores, encoded
-from flowdflash.data.encoding_process import EncodingProcess, ProcessGone, packed, unpacked
-from flowdflash.data.rejects import Rejection
+from flowdflash.data.encoding_process import EncodingProcess, ProcessGone
+from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row
 from flowdflash.data.split import Split
-from flowdflash.data.store import Places, open_or_build
+from flowdflash.data.store import Places, _encode, open_or_build
 from flowdflash.errors import DataInvalid
 
 from .fixtures import T_GEN, make_tokenizer, say
@@ -43,20 +42,30 @@ def rows_of(count: int) -> list[Row]:
     return [Row(n + 1, value, nbytes=100) for n, value in enumerate(values)]
 
 
-def encoder_of(template: str | None = None) -> Callable[..., list[RowResult]]:
+def encoder_of(template: str | None = None) -> Callable[[Sequence[Row]], Packed]:
     tokenizer = make_tokenizer(template) if template else make_tokenizer()
-    return partial(ChatEncoder(tokenizer, EncodeOptions(max_length=90)).encode, where=Places(("a.jsonl",)))
+    return partial(_encode, ChatEncoder(tokenizer, EncodeOptions(max_length=90)), Places(("a.jsonl",)))
 
 
-def plain(results: Sequence[RowResult]) -> list[Any]:
-    """Results as values that can be compared."""
-    return [
-        (
-            [(s.ids.tolist(), s.mask.tolist(), s.turn, s.truncated, s.open_turns, s.note) for s in r.samples],
-            r.rejections,
+def plain(packed: Packed) -> list[Any]:
+    """What became of rows, as values that can be compared."""
+    values = [getattr(packed, field.name) for field in fields(packed)]
+    return [(value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value for value in values]
+
+
+def joined(done: Iterable[tuple[list[Row], Packed]]) -> list[Any]:
+    """What became of the rows of several chunks, as if they had been one."""
+    chunks = [packed for _, packed in done]
+    starts = np.cumsum([0, *(len(packed.samples) for packed in chunks)]).tolist()
+    parts = [{start + n: left for n, left in p.rejections.items()} for start, p in zip(starts, chunks, strict=False)]
+    arrays = [field.name for field in fields(Packed) if field.name not in ("notes", "rejections")]
+    return plain(
+        Packed(
+            **{name: np.concatenate([getattr(packed, name) for packed in chunks]) for name in arrays},
+            notes=b"".join(packed.notes for packed in chunks),
+            rejections={number: left for part in parts for number, left in part.items()},
         )
-        for r in results
-    ]
+    )
 
 
 @pytest.fixture
@@ -81,7 +90,7 @@ def test_processes_give_the_same_results_in_the_same_order(by_processes: list[En
     rows, encode = rows_of(300), encoder_of()
     done = list(encoded(rows, encode))
     assert [row.line for chunk, _ in done for row in chunk] == [row.line for row in rows]
-    assert plain([result for _, results in done for result in results]) == plain(encode(rows))
+    assert joined(done) == plain(encode(rows))
     assert len(by_processes) == 2
 
 
@@ -97,14 +106,13 @@ def test_a_process_that_is_killed_is_told_of_and_loses_no_row(
     rows, encode, told = rows_of(300), encoder_of(), list[str]()
     whole = EncodingProcess.encode
 
-    def killed_on_the_way(self: EncodingProcess, chunk: Sequence[Row]) -> list[RowResult]:
+    def killed_on_the_way(self: EncodingProcess, chunk: Sequence[Row]) -> Packed:
         if chunk[0].line == 101:
             self._process.send_signal(signal.SIGKILL)
         return whole(self, chunk)
 
     monkeypatch.setattr(EncodingProcess, "encode", killed_on_the_way)
-    done = [result for _, results in encoded(rows, encode, told.append) for result in results]
-    assert plain(done) == plain(encode(rows))
+    assert joined(encoded(rows, encode, told.append)) == plain(encode(rows))
     assert 1 <= len(told) <= encoding_process.AHEAD
     assert "ended by SIGKILL" in told[0]
 
@@ -115,7 +123,7 @@ def test_where_no_process_can_begin_the_rows_are_encoded_here(
     monkeypatch.setattr(encoding, "THREADS", 2)
     monkeypatch.setattr(encoding_process, "CHILD", "raise SystemExit('no room')")
     rows, encode, told = rows_of(40), encoder_of(), list[str]()
-    assert plain([one for _, results in encoded(rows, encode, told.append) for one in results]) == plain(encode(rows))
+    assert joined(encoded(rows, encode, told.append)) == plain(encode(rows))
     monkeypatch.setattr(sys, "executable", "/there/is/no/such/python")
     assert sum(len(chunk) for chunk, _ in encoded(rows, encode, told.append)) == 40
     assert "/there/is/no/such/python" in told[-1]
@@ -159,7 +167,7 @@ def test_rows_that_cannot_be_sent_are_encoded_here(by_processes: list[EncodingPr
     rows, encode = [Row(1, {"messages": value}, nbytes=1), Row(2, say("a", "b"), nbytes=1)], encoder_of()
     (done,) = encoded(rows, encode)
     assert plain(done[1]) == plain(encode(rows))
-    assert [len(result.samples) for result in done[1]] == [0, 1]
+    assert done[1].samples.tolist() == [0, 1]
 
 
 def test_answers_reach_the_thread_that_asked() -> None:
@@ -187,7 +195,7 @@ def test_ctrl_c_in_the_terminal_leaves_a_process_to_its_parent() -> None:
     try:
         process.begin(pickle.dumps(encoder_of()))
         process._process.send_signal(signal.SIGINT)
-        assert len(process.encode(rows_of(3))) == 3
+        assert len(process.encode(rows_of(3)).samples) == 3
     finally:
         process.close()
     with pytest.raises(ProcessGone):
@@ -196,6 +204,7 @@ def test_ctrl_c_in_the_terminal_leaves_a_process_to_its_parent() -> None:
 
 PARENT = """
 import pickle, signal, os
+from dataclasses import fields
 from functools import partial
 from flowdflash.data.encoding_process import EncodingProcess
 process = EncodingProcess()
@@ -244,31 +253,5 @@ def test_a_pickled_encoder_gives_the_same_samples(part: Any) -> None:
     encoder = ChatEncoder(make_tokenizer(), EncodeOptions(max_length=50), split)
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.fingerprint == encoder.fingerprint
-    assert plain(copy.encode(rows)) == plain(encoder.encode(rows))
+    assert plain(pack(copy.encode(rows))) == plain(pack(encoder.encode(rows)))
     assert any(result.samples for result in copy.encode(rows))
-
-
-samples = st.builds(
-    lambda n, turn, truncated, open_turns, note: Sample(
-        np.arange(n, dtype=np.int32), np.arange(n) % 3 == 0, turn, truncated, open_turns, note
-    ),
-    st.integers(0, 5),
-    st.integers(-1, 3),
-    st.booleans(),
-    st.integers(0, 2),
-    st.text(max_size=3),
-)
-rejections = st.builds(Rejection, st.text(max_size=3), st.text(max_size=3), st.integers(-1, 2))
-row_results = st.builds(
-    lambda kept, left: RowResult(tuple(kept), tuple(left)),
-    st.lists(samples, max_size=3),
-    st.lists(rejections, max_size=2),
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(row_results, max_size=6))
-def test_results_are_sent_as_they_are(results: list[RowResult]) -> None:
-    back = unpacked(*pickle.loads(pickle.dumps(packed(results))))
-    assert plain(back) == plain(results)
-    assert all(s.ids.dtype == np.int32 and s.mask.dtype == np.bool_ for r in back for s in r.samples)
