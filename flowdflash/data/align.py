@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,7 @@ class AlignedText:
         self.rendering = rendering
         self._cuts = specials.cuts(rendering.text)
         self._texts = [rendering.text[start:end] for start, end in pairwise(self._cuts)]
+        self._prompt_texts = [self._prompt(turn) for turn in rendering.turns]
         self._pieces: list[Piece] = []
         self._prompts: list[Ids] = []
         self._firsts: list[int] = []
@@ -135,8 +136,7 @@ class AlignedText:
 
     def needed(self) -> Iterator[str]:
         """What must be tokenised: every piece, and the ends of the prompts."""
-        yield from self._texts
-        yield from map(self._prompt, self.rendering.turns)
+        return chain(self._texts, self._prompt_texts)
 
     def located(self) -> Iterator[str]:
         """The pieces inside which something starts or ends, so that the places of their tokens are needed."""
@@ -151,7 +151,7 @@ class AlignedText:
     def take(self, pieces: Mapping[str, Piece]) -> None:
         """Take the tokens of what was needed."""
         self._pieces = [pieces[text] for text in self._texts]
-        self._prompts = [pieces[self._prompt(turn)].ids for turn in self.rendering.turns]
+        self._prompts = [pieces[text].ids for text in self._prompt_texts]
         self._firsts = [0, *accumulate(len(piece.ids) for piece in self._pieces)]
         self.ids = np.concatenate([piece.ids for piece in self._pieces])
 

@@ -1,8 +1,8 @@
 """Rows encoded on all cores, in the order in which they came.
 
-In one process Python code runs on one core at a time, and between reading a row and its loss mask there is as much of
-that as 16 cores have time for. So where the rows turn out to be many, processes of our own take over, one for each
-core; until they are ready, and where they are few, threads of this process encode.
+In one process Python code runs on one core at a time, and the tokenizer's other cores would wait for it. So where rows
+are many, processes of our own encode them, one for each core; until these are ready, and where rows are few, threads of
+this process do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
 
-from flowdflash.data.encoding_process import AHEAD, CannotSend, Encode, EncodingProcess, ProcessGone
+from flowdflash.data.encoding_process import AHEAD, FORKS, CannotSend, Encode, EncodingProcess, Family, ProcessGone
 from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row, chunks
 
@@ -70,7 +70,7 @@ class _Encoders:
         self._most = min(cores(), MOST_PROCESSES)
         self._pool = ThreadPoolExecutor(THREADS + AHEAD * self._most, "encode")
         self._free: SimpleQueue[Encode] = SimpleQueue()
-        self._processes: list[EncodingProcess] = []
+        self._families: list[Family] = []
         self._lock, self._superfluous, self._ended = threading.Lock(), 0, False
         self._expected, self._submitted = nbytes, 0
         for _ in range(THREADS):
@@ -83,16 +83,17 @@ class _Encoders:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
-        for process in self._processes:
-            process.kill()
+        for family in self._families:
+            if error is not None or not all(process.pid for process in family.processes):
+                family.kill()  # rather than wait for what nobody wants any more
         self._pool.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.close()
+        for family in self._families:
+            family.close()
 
     @property
     def count(self) -> int:
         """How many chunks can be in work."""
-        return THREADS + AHEAD * len(self._processes)
+        return THREADS + AHEAD * sum(len(family.processes) for family in self._families)
 
     def submit(self, chunk: list[Row]) -> Future[Packed]:
         """Have a chunk encoded; by processes, where many bytes are expected or have been submitted."""
@@ -104,15 +105,18 @@ class _Encoders:
     def _add_processes(self) -> None:
         pickled, count, self._most = pickle.dumps(self._here), self._most, 0
         try:
-            for _ in range(count):
-                self._processes.append(EncodingProcess())
-                self._pool.submit(self._begin, self._processes[-1], pickled)
+            for size in [count] if FORKS else [1] * count:
+                family = Family(size)
+                self._families.append(family)
+                self._pool.submit(family.begin, pickled)
+                for process in family.processes:
+                    self._pool.submit(self._await, process)
         except ProcessGone as gone:
             self._lost(gone)
 
-    def _begin(self, process: EncodingProcess, pickled: bytes) -> None:
+    def _await(self, process: EncodingProcess) -> None:
         try:
-            process.begin(pickled)
+            process.wait()
         except ProcessGone as gone:
             self._lost(gone)
             return

@@ -1,7 +1,8 @@
-"""A process of our own that encodes rows for this one, so that Python code runs on more than one core.
+"""Processes of our own that encode rows for this one, so that Python code runs on more than one core.
 
-The child speaks pickle over its standard input and output: first the paths to import from, then the encoder, then one
-chunk of rows after the other. It ends with its input, so also when this process is killed.
+They speak pickle. The first is told over its standard input what paths to import from, the encoder, and two pipes for
+each process: one for chunks of rows, one for what became of them. A process ends when no rows can come any more, so
+also when this process is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,10 @@ serve()
 ONE_CORE = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
 AHEAD = 2
 """Threads that may use a process at a time: one sends rows while the child is at work on those of the other."""
+PATIENCE_SECS = 10.0
+"""How long a process may take to end when nothing is asked of it."""
+FORKS = sys.platform == "linux"
+"""Elsewhere system libraries do not survive a fork."""
 Encode = Callable[[Sequence[Row]], Packed]
 
 
@@ -42,34 +47,91 @@ class CannotSend(Exception):
     """Rows that cannot be pickled, as those that are nested deeply."""
 
 
-class EncodingProcess:
-    """A child process with a copy of an encoder, which uses one core. ``AHEAD`` threads may call it at a time.
+class Family:
+    """Child processes: the first imports what is needed and takes the encoder, and the others are forked from it.
+
+    That saves each of them a second or two, and they share what they only read.
+
+    Args:
+        count: how many encode.
+
+    Attributes:
+        processes: those that encode.
 
     Raises:
-        ProcessGone: it could not begin.
+        ProcessGone: the first could not begin.
     """
 
-    def __init__(self) -> None:
-        self._sending, self._taking = threading.Lock(), threading.Lock()
+    def __init__(self, count: int) -> None:
+        self._told = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the processes
+        pipes = [(os.pipe(), os.pipe()) for _ in range(count)]
+        self._theirs = [(rows[0], answers[1]) for rows, answers in pipes]
+        self.processes = [EncodingProcess(rows[1], answers[0], self.last_words) for rows, answers in pipes]
         try:
-            self._told = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-            self._process = subprocess.Popen(
+            self._first = subprocess.Popen(
                 [sys.executable, "-c", CHILD],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=self._told,
                 stderr=self._told,
                 env={**os.environ, **ONE_CORE},
+                pass_fds=[end for ends in self._theirs for end in ends],
+                process_group=0,
             )
         except OSError as error:
+            for process in self.processes:
+                process.close()
+            self._told.close()
             raise ProcessGone(str(error)) from error
+        finally:
+            _close(end for ends in self._theirs for end in ends)
 
     def begin(self, encode: bytes) -> None:
-        """Hand over what gives the results of rows, pickled, and wait until the child is ready: a second or two.
+        """Hand over what gives the results of rows, pickled. Each process says itself when it is ready."""
+        assert self._first.stdin is not None
+        with suppress(OSError), self._first.stdin as commands:  # whether it is gone will be seen in its answers
+            for value in (pickle.dumps(sys.path), encode, pickle.dumps(self._theirs)):
+                commands.write(value)
+
+    def last_words(self) -> str:
+        """What a process wrote before it ended."""
+        try:
+            self._told.seek(0)
+            return self._told.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except ValueError:
+            return ""
+
+    def kill(self) -> None:
+        """End all at once; they hold nothing that could be lost. A call that waits for one of them raises."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._first.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all and wait for that. No other thread uses them any more."""
+        for process in self.processes:
+            process.close()
+        with suppress(OSError), self._told, self._first:
+            try:
+                self._first.wait(PATIENCE_SECS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+class EncodingProcess:
+    """A child process with a copy of an encoder, which uses one core. ``AHEAD`` threads may call it at a time."""
+
+    def __init__(self, rows: int, answers: int, last_words: Callable[[], str]) -> None:
+        self._rows, self._answers = os.fdopen(rows, "wb"), os.fdopen(answers, "rb")
+        self._sending, self._taking = threading.Lock(), threading.Lock()
+        self._last_words = last_words
+        self.pid = 0
+
+    def wait(self) -> None:
+        """Wait until it is ready, and know its ``pid``, which is 0 until then.
 
         Raises:
             ProcessGone: it ended instead.
         """
-        self._exchange(pickle.dumps(sys.path), encode)
+        self.pid = self._take()
 
     def encode(self, rows: Sequence[Row]) -> Packed:
         """What the encoder makes of the rows. What it raises is raised here.
@@ -82,65 +144,73 @@ class EncodingProcess:
             pickled = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # whatever a value in the rows finds wrong
             raise CannotSend(str(error)) from error
-        packed, raised = self._exchange(pickled)
+        try:
+            with self._sending:
+                self._rows.write(pickled)
+                self._rows.flush()
+                self._taking.acquire()  # answers come in the order of the questions
+        except (OSError, ValueError) as error:
+            raise ProcessGone(self._last_words() or str(error)) from error
+        try:
+            packed, raised = self._take()
+        finally:
+            self._taking.release()
         if raised is not None:
             raise raised
         return packed  # type: ignore[no-any-return]
 
-    def _exchange(self, *values: bytes) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _take(self) -> Any:
         try:
-            with self._sending:
-                for value in values:
-                    self._process.stdin.write(value)
-                self._process.stdin.flush()
-                self._taking.acquire()  # answers come in the order of the questions
-            try:
-                return pickle.load(self._process.stdout)
-            finally:
-                self._taking.release()
+            return pickle.load(self._answers)
         except Exception as error:  # of the pipe, or of what came out of it
-            raise ProcessGone(self._last_words() or str(error)) from error
-
-    def _last_words(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-            self._told.seek(0)
-            lines = self._told.read().decode(errors="replace").strip().splitlines()
-            ended = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
-        except (subprocess.TimeoutExpired, ValueError):
-            return ""
-        return f"{ended}: {lines[-1]}" if lines else ended
-
-    def kill(self) -> None:
-        """End the child at once, which holds nothing that could be lost. A call that waits for it raises."""
-        self._process.kill()
+            raise ProcessGone(self._last_words() or "it ended without an answer") from error
 
     def close(self) -> None:
-        """End the child and wait for that. No other thread uses it any more."""
-        with suppress(OSError), self._told, self._process:
-            self._process.kill()
+        """Close the pipes, which also ends it."""
+        for stream in (self._rows, self._answers):
+            with suppress(OSError):
+                stream.close()
 
 
 def serve() -> None:
-    """The life of the child: an encoder, and then rows until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes; the parent decides
-    commands, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between the answers
-    try:
-        encode: Encode = pickle.load(commands)
-        gc.freeze()  # the libraries' many objects are not looked through again and again,
-        gc.set_threshold(100_000)  # and rows, which form no cycles, seldom
-        _answer(answers, None)
+    """The life of the first child: it takes the encoder, and has one process for each pair of pipes."""
+    encode: Encode = pickle.load(sys.stdin.buffer)
+    pairs: list[tuple[int, int]] = pickle.load(sys.stdin.buffer)
+    gc.freeze()  # the libraries' many objects are not looked through again and again,
+    gc.set_threshold(100_000)  # and rows, which form no cycles, seldom
+    if len(pairs) == 1:
+        _answer_all(encode, *pairs[0])
+        return
+    for number, pair in enumerate(pairs):
+        if os.fork() == 0:
+            _close([end for other in pairs[number + 1 :] for end in other])
+            _answer_all(encode, *pair)
+            os._exit(0)
+        _close(pair)
+    with suppress(ChildProcessError):
         while True:
-            rows = pickle.load(commands)
+            pid, status = os.wait()
+            code = os.waitstatus_to_exitcode(status)
+            if code:
+                print(f"process {pid} ended with {code}", file=sys.stderr, flush=True)
+
+
+def _close(ends: Iterable[int]) -> None:
+    for end in ends:
+        os.close(end)
+
+
+def _answer_all(encode: Encode, rows: int, answers: int) -> None:
+    """Encode what comes, until nothing does."""
+    with suppress(EOFError, BrokenPipeError), os.fdopen(rows, "rb") as questions, os.fdopen(answers, "wb") as out:
+        _answer(out, os.getpid())
+        while True:
+            chunk = pickle.load(questions)
             try:
-                answer: tuple[Any, Any] = encode(rows), None
+                answer: tuple[Any, Any] = encode(chunk), None
             except Exception as error:
                 answer = None, _portable(error)
-            _answer(answers, answer)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)
+            _answer(out, answer)
 
 
 def _portable(error: Exception) -> Exception:

@@ -23,7 +23,7 @@ from flowdflash.data import encoding, encoding_process
 from flowdflash.data import rows as rows_module
 from flowdflash.data.encode import ChatEncoder, EncodeOptions
 from flowdflash.data.encoding import cores, encoded
-from flowdflash.data.encoding_process import EncodingProcess, ProcessGone
+from flowdflash.data.encoding_process import EncodingProcess, Family, ProcessGone
 from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row
 from flowdflash.data.split import Split
@@ -68,17 +68,20 @@ def joined(done: Iterable[tuple[list[Row], Packed]]) -> list[Any]:
     )
 
 
-@pytest.fixture
-def by_processes(monkeypatch: pytest.MonkeyPatch) -> list[EncodingProcess]:
-    """Every chunk of ten rows is encoded by one of two processes, never here; gives those that were begun."""
-    begun: list[EncodingProcess] = []
+@pytest.fixture(params=[True, False], ids=["forked", "each by itself"])
+def by_processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Family]:
+    """Every chunk of ten rows is encoded by one of two processes, never here; gives the families that were begun."""
+    if request.param and not encoding_process.FORKS:
+        pytest.skip("forks on Linux only")
+    begun: list[Family] = []
 
-    class Listed(EncodingProcess):
-        def __init__(self) -> None:
-            super().__init__()
+    class Listed(Family):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
             begun.append(self)
 
-    monkeypatch.setattr(encoding, "EncodingProcess", Listed)
+    monkeypatch.setattr(encoding, "Family", Listed)
+    monkeypatch.setattr(encoding, "FORKS", request.param)
     monkeypatch.setattr(encoding, "MANY_BYTES", 1)
     monkeypatch.setattr(encoding, "THREADS", 0)
     monkeypatch.setattr(encoding, "cores", lambda: 2)
@@ -86,39 +89,40 @@ def by_processes(monkeypatch: pytest.MonkeyPatch) -> list[EncodingProcess]:
     return begun
 
 
-def test_processes_give_the_same_results_in_the_same_order(by_processes: list[EncodingProcess]) -> None:
+def test_processes_give_the_same_results_in_the_same_order(by_processes: list[Family]) -> None:
     rows, encode = rows_of(300), encoder_of()
     done = list(encoded(rows, encode))
     assert [row.line for chunk, _ in done for row in chunk] == [row.line for row in rows]
     assert joined(done) == plain(encode(rows))
-    assert len(by_processes) == 2
+    assert sum(len(family.processes) for family in by_processes) == 2
+    assert [family._first.returncode for family in by_processes] == [0] * len(by_processes)
 
 
 def test_few_rows_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "EncodingProcess", lambda: pytest.fail("a process for a few rows"))
+    monkeypatch.setattr(encoding, "Family", lambda count: pytest.fail("a process for a few rows"))
     monkeypatch.setattr(encoding, "cores", lambda: 2)
     assert sum(len(chunk) for chunk, _ in encoded(rows_of(50), encoder_of())) == 50
 
 
 def test_a_process_that_is_killed_is_told_of_and_loses_no_row(
-    by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+    by_processes: list[Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, encode, told = rows_of(300), encoder_of(), list[str]()
     whole = EncodingProcess.encode
 
     def killed_on_the_way(self: EncodingProcess, chunk: Sequence[Row]) -> Packed:
         if chunk[0].line == 101:
-            self._process.send_signal(signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         return whole(self, chunk)
 
     monkeypatch.setattr(EncodingProcess, "encode", killed_on_the_way)
     assert joined(encoded(rows, encode, told.append)) == plain(encode(rows))
     assert 1 <= len(told) <= encoding_process.AHEAD
-    assert "ended by SIGKILL" in told[0]
+    assert "a process that encodes rows is gone" in told[0]
 
 
 def test_where_no_process_can_begin_the_rows_are_encoded_here(
-    by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+    by_processes: list[Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "THREADS", 2)
     monkeypatch.setattr(encoding_process, "CHILD", "raise SystemExit('no room')")
@@ -129,7 +133,7 @@ def test_where_no_process_can_begin_the_rows_are_encoded_here(
     assert "/there/is/no/such/python" in told[-1]
 
 
-def test_an_error_of_the_encoder_comes_out_of_a_process_with_its_place(by_processes: list[EncodingProcess]) -> None:
+def test_an_error_of_the_encoder_comes_out_of_a_process_with_its_place(by_processes: list[Family]) -> None:
     contradicting = T_GEN.replace("{% generation %}", "{{ '?' }}{% generation %}")
     expected = encoder_of(contradicting)
     rows = [Row(n, say("a", "b"), nbytes=1) for n in range(1, 4)]
@@ -152,15 +156,15 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     assert "_Demanding: cannot be made again" in str(told)
 
 
-def test_leaving_early_leaves_no_process_and_no_thread(by_processes: list[EncodingProcess]) -> None:
+def test_leaving_early_leaves_no_process_and_no_thread(by_processes: list[Family]) -> None:
     encoding_rows = encoded(iter(rows_of(2000)), encoder_of())
     assert len(next(encoding_rows)[0]) == 10
     encoding_rows.close()
-    assert [process._process.returncode for process in by_processes] == [-signal.SIGKILL] * 2
+    assert [family._first.returncode for family in by_processes] == [-signal.SIGKILL] * len(by_processes)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
 
 
-def test_rows_that_cannot_be_sent_are_encoded_here(by_processes: list[EncodingProcess]) -> None:
+def test_rows_that_cannot_be_sent_are_encoded_here(by_processes: list[Family]) -> None:
     value: Any = "deep"
     for _ in range(5000):
         value = [value]
@@ -171,9 +175,11 @@ def test_rows_that_cannot_be_sent_are_encoded_here(by_processes: list[EncodingPr
 
 
 def test_answers_reach_the_thread_that_asked() -> None:
-    encode, process = encoder_of(), EncodingProcess()
+    encode, family = encoder_of(), Family(1)
+    (process,) = family.processes
     try:
-        process.begin(pickle.dumps(encode))
+        family.begin(pickle.dumps(encode))
+        process.wait()
         parts = [rows_of(n) for n in range(1, 41)]
         got: list[list[Any]] = [[], []]
 
@@ -187,56 +193,60 @@ def test_answers_reach_the_thread_that_asked() -> None:
             thread.join(30)
         assert got == [[plain(encode(part)) for part in parts[number::2]] for number in range(2)]
     finally:
-        process.close()
+        family.close()
 
 
-def test_ctrl_c_in_the_terminal_leaves_a_process_to_its_parent() -> None:
-    process = EncodingProcess()
+def test_ctrl_c_in_the_terminal_does_not_reach_the_processes() -> None:
+    family = Family(2)
     try:
-        process.begin(pickle.dumps(encoder_of()))
-        process._process.send_signal(signal.SIGINT)
-        assert len(process.encode(rows_of(3)).samples) == 3
+        family.begin(pickle.dumps(encoder_of()))
+        for process in family.processes:
+            process.wait()
+            assert os.getpgid(process.pid) != os.getpgid(0)
     finally:
-        process.close()
+        family.close()
     with pytest.raises(ProcessGone):
-        process.encode(rows_of(1))
+        family.processes[0].encode(rows_of(1))
 
 
 PARENT = """
 import pickle, signal, os
-from dataclasses import fields
-from functools import partial
-from flowdflash.data.encoding_process import EncodingProcess
-process = EncodingProcess()
-process.begin(pickle.dumps(len))
-print(process._process.pid, flush=True)
+from flowdflash.data.encoding_process import Family
+family = Family(2)
+family.begin(pickle.dumps(len))
+for process in family.processes:
+    process.wait()
+    print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux lets one wait for the child of another")
-def test_a_process_ends_when_its_parent_is_killed() -> None:
+def test_processes_end_when_their_parent_is_killed() -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, check=False)
     assert parent.returncode == -signal.SIGKILL
-    try:
-        child = os.pidfd_open(int(parent.stdout))
-    except ProcessLookupError:
-        return  # gone already
-    try:
-        assert select.select([child], [], [], 20)[0], "the process outlived its parent"
-    finally:
-        os.close(child)
+    pids = [int(line) for line in parent.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        try:
+            child = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue  # gone already
+        try:
+            assert select.select([child], [], [], 20)[0], "the process outlived its parent"
+        finally:
+            os.close(child)
 
 
 def test_a_large_file_has_all_cores_from_its_first_row(
-    tmp_path: Path, by_processes: list[EncodingProcess], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, by_processes: list[Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "MANY_BYTES", 1 << 20)
     tokenizer = make_tokenizer()
     encoder = ChatEncoder(tokenizer, EncodeOptions())
     rows = [Row(n, say("a", "b"), nbytes=1) for n in range(1, 4)]
     store = open_or_build(tmp_path, "k", lambda: rows, encoder, nbytes=1 << 20)
-    assert (len(by_processes), len(store)) == (2, 3)
+    assert (sum(len(family.processes) for family in by_processes), len(store)) == (2, 3)
 
 
 @pytest.mark.parametrize(("told", "expected"), [("", 4), ("2", 2), ("99", 4), ("0", 4), ("many", 4)])
