@@ -8,7 +8,6 @@ this process do.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -16,7 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
 
-from flowdflash.data.encoding_process import AHEAD, FORKS, CannotSend, Encode, EncodingProcess, Family, ProcessGone
+from flowdflash.data.encoding_process import (
+    AHEAD,
+    FORKS,
+    CannotSend,
+    Encode,
+    EncodingProcess,
+    Family,
+    ProcessGone,
+    sendable,
+)
 from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row, chunks
 
@@ -103,7 +111,7 @@ class _Encoders:
         return self._pool.submit(self._work, chunk)
 
     def _add_processes(self) -> None:
-        pickled, count, self._most = pickle.dumps(self._here), self._most, 0
+        pickled, count, self._most = sendable(self._here), self._most, 0
         try:
             for size in [count] if FORKS else [1] * count:
                 family = Family(size)

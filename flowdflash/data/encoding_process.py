@@ -39,6 +39,11 @@ FORKS = sys.platform == "linux"
 Encode = Callable[[Sequence[Row]], Packed]
 
 
+def sendable(encode: Encode) -> bytes:
+    """What gives the results of rows, so that it can be handed to other processes."""
+    return pickle.dumps(encode, pickle.HIGHEST_PROTOCOL)
+
+
 class ProcessGone(Exception):
     """The process ended, or could not begin; says what it wrote last."""
 
@@ -86,7 +91,7 @@ class Family:
             _close(end for ends in self._theirs for end in ends)
 
     def begin(self, encode: bytes) -> None:
-        """Hand over what gives the results of rows, pickled. Each process says itself when it is ready."""
+        """Hand over what is ``sendable``. Each process says itself when it is ready."""
         assert self._first.stdin is not None
         with suppress(OSError), self._first.stdin as commands:  # whether it is gone will be seen in its answers
             for value in (pickle.dumps(sys.path), encode, pickle.dumps(self._theirs)):

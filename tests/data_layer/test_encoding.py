@@ -23,7 +23,7 @@ from flowdflash.data import encoding, encoding_process
 from flowdflash.data import rows as rows_module
 from flowdflash.data.encode import ChatEncoder, EncodeOptions
 from flowdflash.data.encoding import cores, encoded
-from flowdflash.data.encoding_process import EncodingProcess, Family, ProcessGone
+from flowdflash.data.encoding_process import EncodingProcess, Family, ProcessGone, sendable
 from flowdflash.data.packed import Packed, pack
 from flowdflash.data.rows import Row
 from flowdflash.data.split import Split
@@ -178,7 +178,7 @@ def test_answers_reach_the_thread_that_asked() -> None:
     encode, family = encoder_of(), Family(1)
     (process,) = family.processes
     try:
-        family.begin(pickle.dumps(encode))
+        family.begin(sendable(encode))
         process.wait()
         parts = [rows_of(n) for n in range(1, 41)]
         got: list[list[Any]] = [[], []]
@@ -199,7 +199,7 @@ def test_answers_reach_the_thread_that_asked() -> None:
 def test_ctrl_c_in_the_terminal_does_not_reach_the_processes() -> None:
     family = Family(2)
     try:
-        family.begin(pickle.dumps(encoder_of()))
+        family.begin(sendable(encoder_of()))
         for process in family.processes:
             process.wait()
             assert os.getpgid(process.pid) != os.getpgid(0)
