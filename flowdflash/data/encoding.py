@@ -75,7 +75,7 @@ class _Encoders:
 
     def __init__(self, encode: Encode, warn: Callable[[str], None], nbytes: int) -> None:
         self._here, self._warn = encode, warn
-        self._most = min(cores(), MOST_PROCESSES)
+        self._most = min(cores(), MOST_PROCESSES) if os.name == "posix" else 1  # elsewhere pipes cannot be handed over
         self._pool = ThreadPoolExecutor(THREADS + AHEAD * self._most, "encode")
         self._free: SimpleQueue[Encode] = SimpleQueue()
         self._families: list[Family] = []

@@ -34,6 +34,7 @@ AHEAD = 2
 """Threads that may use a process at a time: one sends rows while the child is at work on those of the other."""
 PATIENCE_SECS = 10.0
 """How long a process may take to end when nothing is asked of it."""
+TOLD_BYTES = 1 << 20
 FORKS = sys.platform == "linux"
 """Elsewhere system libraries do not survive a fork."""
 Encode = Callable[[Sequence[Row]], Packed]
@@ -99,11 +100,10 @@ class Family:
 
     def last_words(self) -> str:
         """What a process wrote before it ended."""
-        try:
-            self._told.seek(0)
-            return self._told.read().decode(errors="replace").strip().rpartition("\n")[2]
-        except ValueError:
-            return ""
+        with suppress(ValueError):  # closed already
+            told = os.pread(self._told.fileno(), TOLD_BYTES, 0)  # its place is that where the processes write on
+            return told.decode(errors="replace").strip().rpartition("\n")[2]
+        return ""
 
     def kill(self) -> None:
         """End all at once; they hold nothing that could be lost. A call that waits for one of them raises."""
@@ -221,11 +221,10 @@ def _answer_all(encode: Encode, rows: int, answers: int) -> None:
 def _portable(error: Exception) -> Exception:
     """The error, or one that says the same where it cannot be sent."""
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
-            return error
-    except Exception:
-        pass
-    return RuntimeError("".join(traceback.format_exception(error)))
+        arrives = type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # of whatever the error holds
+        arrives = False
+    return error if arrives else RuntimeError("".join(traceback.format_exception(error)))
 
 
 def _answer(answers: Any, answer: Any) -> None:

@@ -58,14 +58,15 @@ class StoreWriter:
             raise FlowdflashError(f"{len(counts)} results for {len(rows)} rows; please report this")
         books.rows_read += len(rows)
         books.rows_kept += int(np.count_nonzero(counts))
-        books.rows_other_split += int(np.count_nonzero(counts == 0))
+        books.rows_other_split += sum(
+            number not in results.rejections for number in np.flatnonzero(counts == 0).tolist()
+        )
         for number, rejections in results.rejections.items():
             for rejection in rejections:
                 self._add_rejection(rows[number], rejection)
             if counts[number]:
                 books.samples_rejected.update(rejection.reason for rejection in rejections)
             else:
-                books.rows_other_split -= 1
                 self._count_rejected(rows[number], rejections)
         self._add_samples(rows, results)
 
