@@ -89,13 +89,42 @@ def by_processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     return begun
 
 
-def test_processes_give_the_same_results_in_the_same_order(by_processes: list[Family]) -> None:
+def once_ready(rows: Iterable[Row], monkeypatch: pytest.MonkeyPatch, processes: int = 2) -> Iterable[Row]:
+    """The rows, of which all but the first chunks come when the processes are ready."""
+    ready, whole = threading.Semaphore(0), EncodingProcess.wait
+
+    def wait(self: EncodingProcess) -> None:
+        whole(self)
+        ready.release()
+
+    monkeypatch.setattr(EncodingProcess, "wait", wait)
+    for number, row in enumerate(rows):
+        if number == 30:
+            for _ in range(processes):
+                assert ready.acquire(timeout=50), "a process does not begin"
+        yield row
+
+
+def test_processes_give_the_same_results_in_the_same_order(
+    by_processes: list[Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, encode = rows_of(300), encoder_of()
-    done = list(encoded(rows, encode))
+    done = list(encoded(once_ready(rows, monkeypatch), encode))
     assert [row.line for chunk, _ in done for row in chunk] == [row.line for row in rows]
     assert joined(done) == plain(encode(rows))
     assert sum(len(family.processes) for family in by_processes) == 2
     assert [family._first.returncode for family in by_processes] == [0] * len(by_processes)
+
+
+def test_a_process_that_is_not_ready_at_the_end_is_not_waited_for(
+    by_processes: list[Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "THREADS", 2)
+    monkeypatch.setattr(encoding_process, "CHILD", "import sys; sys.stdin.read()")
+    monkeypatch.setattr(Family, "begin", lambda self, encode: None)
+    rows, encode = rows_of(40), encoder_of()
+    assert joined(encoded(rows, encode)) == plain(encode(rows))
+    assert [family._first.returncode for family in by_processes] == [-signal.SIGKILL] * len(by_processes)
 
 
 def test_few_rows_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
