@@ -49,7 +49,7 @@ def test_signals_stop_a_run_at_any_moment_and_it_goes_on_as_if_nobody_had(tmp_pa
         assert row["newest"] == "interrupted" or twice, row
         assert row["damaged"] == [] and row["abandoned"] == [], row
         assert not evaluating or row["evaluated"][:2] == ([] if "skipped" in row["case"] else [0, 4]), row
-        assert row["secs"] < 20, "a second or so, on a machine that does nothing else"
+        assert row["secs"] < 60, "a second or so, on a machine that does nothing else"
         assert (row["resumed"], row["differences"]) == (0, []), row
 
 

@@ -710,7 +710,7 @@ def test_a_stop_while_the_source_blocks_for_ever_still_ends_with_a_checkpoint(tm
             release.wait(15)
 
     pipeline = Pipeline(classes={"source": Pipe})
-    thread, result = in_thread(lambda: pipeline.run(tmp_path, stop=stop, grace_secs=0.1))
+    thread, result = in_thread(lambda: pipeline.run(tmp_path, stop=stop, grace_secs=0.5))
     assert blocked.wait(10)
     stop.request()
     thread.join(5)

@@ -59,28 +59,33 @@ def test_checkpoints_and_records_that_were_waiting_when_a_stage_failed_are_writt
 
 
 def test_a_failed_run_is_not_kept_by_evaluations_that_were_waiting(tmp_path: Path) -> None:
-    failing = threading.Event()
+    evaluating, left = threading.Event(), threading.Event()
 
     class Evaluator(FakeSink):
         saves = False
 
     class LeftBehind(SilentReport):
-        told = threading.Event()
-
         def warn(self, text: str) -> None:
             super().warn(text)
-            self.told.set()
+            if "features[0] is stuck" in text:
+                left.set()
 
     def evaluate(item: Any) -> None:
-        assert LeftBehind.told.wait(10)
+        evaluating.set()
+        assert left.wait(10)
+
+    def fail(batch: Any) -> None:
+        if batch.info.seq == 3:
+            assert evaluating.wait(10)
+            raise ValueError("boom")
 
     wires = (*TRAINING, ("drafter", "checkpoints", "features", Checkpoint))
-    options = {"drafter": failing_at(3, failing), "features": {"before": evaluate, "reasons": ("every",)}}
+    options = {"drafter": {"before": fail}, "features": {"before": evaluate, "reasons": ("every",)}}
     pipeline = Pipeline(wires=wires, options=options, classes={"features": Evaluator}, capacities={"features": 4})
     pipeline.report = LeftBehind()
     with pytest.raises(StageFailed, match="boom"):
         pipeline.run(tmp_path, grace_secs=0.1)
-    assert any("features[0] is stuck" in line for line in pipeline.report.lines)
+    assert left.is_set(), pipeline.report.lines
     for thread in [t for t in threading.enumerate() if t.name == "flowdflash-features[0]"]:
         thread.join(10)
     assert len(pipeline.written("features", Checkpoint)) <= 1, "what waited was dropped"
@@ -107,7 +112,7 @@ def test_a_checkpoint_that_is_being_written_when_a_stage_fails_gets_the_time_tha
     options = {"drafter": {"before": fail}, "save": {"before": write, "reasons": ("every",)}}
     pipeline = Pipeline(options=options, report=Patient())
     with pytest.raises(StageFailed, match="boom"):
-        pipeline.run(tmp_path, grace_secs=0.05)
+        pipeline.run(tmp_path, grace_secs=0.5)
     assert [c.step for c in pipeline.written("save", Checkpoint)] == [1]
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["abandoned"] == []
 

@@ -76,7 +76,7 @@ def stuck_run(tmp_path: Path, base: type[Stage], method: str, stage: str) -> tup
 
     cls = type("Stuck", (base,), {"type": "stuck", "__doc__": "Stuck.", method: block})
     pipeline, stop = Pipeline(classes={stage: cls}), StopRequest()
-    thread, result = in_thread(lambda: pipeline.run(tmp_path, stop=stop, grace_secs=0.05))
+    thread, result = in_thread(lambda: pipeline.run(tmp_path, stop=stop, grace_secs=0.3))
     assert stuck.wait(10)
     stop.request()
     stop.request()

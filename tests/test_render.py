@@ -95,9 +95,9 @@ EMPTY = Graph({}, ())
     "graph", [demo(), odd(), many(80), wide(80), EMPTY], ids=["demo", "odd", "many", "wide", "empty"]
 )
 def test_every_format_draws_every_graph_quickly_and_the_same_twice(format: str, graph: Graph) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     first = render(graph, format, name='a "name" <of> --> it')
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert first == render(graph, format, name='a "name" <of> --> it') and first.endswith("\n")
     assert "http" not in first.replace("http://www.w3.org/2000/svg", "")
 
