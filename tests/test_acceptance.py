@@ -31,6 +31,7 @@ from flowdflash.items import Checkpoint
 from flowdflash.journal import entries
 from flowdflash.stage import Check, OpenContext, SilentReport
 from flowdflash.stages.acceptance import AcceptanceSink
+from flowdflash.stages.chat_jsonl import ChatJsonl
 from flowdflash.target.load import load_target
 
 SHAPE = '"hidden_size":32,"num_layers":4,"heads":4,"kv_heads":2,"head_dim":8'
@@ -490,9 +491,24 @@ def test_eval_takes_the_target_of_a_pipeline_without_an_evaluator(finished: Path
 
 def test_eval_decodes_greedily_what_a_pipeline_samples() -> None:
     setting = _Setting(options={"temperature": 0.8, "top_p": 0.9, "num_prompts": 2}, facts={"model": BYTES})
-    sink = _evaluator(setting, {}, {"temperature": 0.0}, Path())
+    sink = _evaluator(setting, {}, {"temperature": 0.0}, Path(), SilentReport())
     assert (sink.config.temperature, sink.config.top_p, sink.config.num_prompts) == (0.0, 1.0, 2)
-    assert _evaluator(setting, {}, {}, Path()).config.top_p == 0.9
+    assert _evaluator(setting, {}, {}, Path(), SilentReport()).config.top_p == 0.9
+
+
+def test_prompts_that_are_trained_on_are_told_of_before_the_run_and_at_eval(tmp_path: Path) -> None:
+    path, report = rows(tmp_path / "rows.jsonl", 1), SilentReport()
+    (tmp_path / "link.jsonl").symlink_to(path)
+    source = ChatJsonl(ChatJsonl.Config(path=path, tokenizer=BYTES))
+    facts = {"model": BYTES, **source.check(Check("corpus"))}
+    for name, told in (("link.jsonl", ["warning"]), ("other.jsonl", [])):
+        check = Check("acceptance", facts)
+        AcceptanceSink(AcceptanceSink.Config(prompts=rows(tmp_path / name, 1))).check(check)
+        assert [problem.severity for problem in check.problems] == told
+    setting = _Setting(facts=facts)
+    _evaluator(setting, {}, {"prompts": path}, Path(), report)
+    (line,) = report.lines
+    assert line.startswith("warning: prompts: the draft is trained on rows of this file")
 
 
 def test_w3_eval_refuses_a_draft_that_brings_another_head(cache: Path) -> None:

@@ -35,9 +35,10 @@ def data_of(file: Path, folder: Path) -> list[str]:
     """Overrides for the pipeline whose data everybody brings along."""
     if file.stem != "qwen3-8b":
         return []
-    rows = folder / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    return overrides({"vars.data": rows, "vars.prompts": rows})
+    rows, prompts = folder / "rows.jsonl", folder / "prompts.jsonl"
+    for path in (rows, prompts):
+        path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    return overrides({"vars.data": rows, "vars.prompts": prompts})
 
 
 def test_the_pipelines_are_there() -> None:

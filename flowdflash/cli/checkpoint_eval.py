@@ -59,7 +59,7 @@ def evaluate_checkpoint(
         imported = load_draft(folder)
         setting, step = _Setting(), int(origin.get("step", 0))
         config, tensors = imported.config, imported.tensors
-    sink = _evaluator(setting, origin, options, folder)
+    sink = _evaluator(setting, origin, options, folder, report)
     ctx = OpenContext(setting.stage, folder, cache_dir(), seed=setting.seed, facts=setting.facts, report=report)
     try:
         sink.open(ctx)
@@ -84,7 +84,7 @@ def _setting_of(run_dir: Path, load_pipeline: Callable[[str, Path], Any]) -> _Se
 
 
 def _evaluator(
-    setting: _Setting, origin: Mapping[str, Any], options: Mapping[str, Any], folder: Path
+    setting: _Setting, origin: Mapping[str, Any], options: Mapping[str, Any], folder: Path, report: Report
 ) -> AcceptanceSink:
     given = {**(setting.options or {}), **options}
     if options.get("temperature") == 0:
@@ -103,9 +103,11 @@ def _evaluator(
         ) from None
     check = Check(setting.stage, setting.facts)
     sink.check(check)
-    wrong = [f"{p.path}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in check.problems]
-    if wrong:
+    told = [(p.severity, f"{p.path}: {p.message}" + (f" ({p.hint})" if p.hint else "")) for p in check.problems]
+    if wrong := [text for severity, text in told if severity == "error"]:
         raise FlowdflashError("; ".join(wrong))
+    for _, text in told:
+        report.warn(text)
     return sink
 
 

@@ -202,12 +202,13 @@ class StoredSource(Source):
         return {**plain, "rejected": dict(books.rejected), "samples_rejected": dict(books.samples_rejected)}
 
 
-def check_file(check: Check, path: Path, format: str) -> None:
-    """Refuse an option ``path`` that names no file."""
+def check_file(check: Check, path: Path, format: str) -> dict[str, Any]:
+    """Refuse an option ``path`` that names no file. Gives the fact of it."""
     if not path.is_file():
         found = "is a pipe or a device, but it is read more than once" if path.exists() else "does not exist"
         found = "is a folder" if path.is_dir() else found
         check.refuse("path", f"{path} {found}", f"name a {format} file, relative to the folder of the pipeline file")
+    return {"files": (path.resolve(),)}
 
 
 def _counted(reasons: Mapping[str, int]) -> str:

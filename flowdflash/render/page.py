@@ -51,9 +51,14 @@ def _stage(graph: Graph, node: Node) -> str:
         parts.append("</table>")
     facts = graph.returned.get(node.name, {})
     if facts:
-        told = ", ".join(f"{key} = {value}" for key, value in facts.items())
+        told = ", ".join(f"{key} = {_plain(value)}" for key, value in facts.items())
         parts.append(f"<p>facts: {escape(told)}</p>")
     return "\n".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """A fact as a person writes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def options(node: Node) -> list[tuple[str, str, bool, str]]:

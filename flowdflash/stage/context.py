@@ -17,13 +17,13 @@ class Check:
 
     Attributes:
         stage: name of the stage in the pipeline.
-        facts: facts of everything upstream, merged. Names in use: ``tokenizer`` and ``model`` (model references),
-            ``max_length`` (tokens), ``epochs``, ``buckets`` (count), ``cost_budget`` (of a batch, where there is one),
-            ``packed`` (samples share a row), ``hidden_size``, ``num_layers`` (decoder layers of the target), ``layers``
-            (tapped layers), ``num_features`` (how many), ``vocab_size``, ``mask_token_id``, ``dtype``, ``replicas``,
-            ``last_hidden`` (the target's last states are carried), ``block_size``, ``span`` (of a block: its
-            anchor and drafts), ``num_anchors`` (most per sample), ``window`` (micro-batches per optimizer step). What
-            cannot be known without opening a model is absent.
+        facts: facts of everything upstream, merged. Names in use: ``files`` (that samples come from, absolute),
+            ``tokenizer`` and ``model`` (model references), ``max_length`` (tokens), ``epochs``, ``buckets`` (count),
+            ``cost_budget`` (of a batch, where there is one), ``packed`` (samples share a row), ``hidden_size``,
+            ``num_layers`` (decoder layers of the target), ``layers`` (tapped layers), ``num_features`` (how many),
+            ``vocab_size``, ``mask_token_id``, ``dtype``, ``replicas``, ``last_hidden`` (the target's last states are
+            carried), ``block_size``, ``span`` (of a block: its anchor and drafts), ``num_anchors`` (most per sample),
+            ``window`` (micro-batches per optimizer step). What cannot be known without opening a model is absent.
         problems: what has been reported; ``path`` is relative to the stage.
         complete: False where a stage upstream is at fault itself, so that a fact may be missing for that reason.
     """

@@ -67,6 +67,12 @@ class AcceptanceSink(Sink):
         config = self.config
         if config.prompts is not None and not config.prompts.is_file():
             check.refuse("prompts", f"there is no file {config.prompts}")
+        elif config.prompts is not None and config.prompts.resolve() in check.facts.get("files", ()):
+            check.warn(
+                "prompts",
+                "the draft is trained on rows of this file, so what is measured is not what it does on new prompts",
+                "name a file of held-out prompts; a source with split: held_out and a sink of type responses write one",
+            )
         if config.prompts is None and not config.num_prompts:
             check.refuse("num_prompts", "there is no end of random prompts", "say how many, or name a file of prompts")
         if config.model is None and "model" not in check.facts and check.complete:

@@ -36,8 +36,7 @@ class ChatJsonl(ChatSource, Source):
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The file is there, and the options fit each other."""
-        check_file(check, self.config.path, "JSONL")
-        return super().check(check)
+        return {**check_file(check, self.config.path, "JSONL"), **super().check(check)}
 
     def _rows(self) -> RowInput:
         path = self.config.path

@@ -35,8 +35,7 @@ class ChatParquet(ChatSource, Source):
 
     def check(self, check: Check) -> Mapping[str, Any]:
         """The file is there, and the options fit each other."""
-        check_file(check, self.config.path, "Parquet")
-        return super().check(check)
+        return {**check_file(check, self.config.path, "Parquet"), **super().check(check)}
 
     def _rows(self) -> RowInput:
         path = self.config.path

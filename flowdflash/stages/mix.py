@@ -144,6 +144,8 @@ class Mix(Source):
             if "epochs" in self._parts[name].model_fields_set:
                 check.refuse(f"sources.{name}.epochs", "the mix itself says how many epochs there are", "remove it")
         facts: dict[str, Any] = {"epochs": self.config.epochs}
+        if files := tuple(file for own in told for file in own.get("files", ())):
+            facts["files"] = files
         for key in SHARED_FACTS:
             values = [own[key] for own in told if key in own]
             if any(value != values[0] for value in values):

@@ -43,11 +43,11 @@ class Tokens(StoredSource, Source):
     def check(self, check: Check) -> Mapping[str, Any]:
         """The file is there, and the target is one that can be named."""
         config = self.config
-        check_file(check, config.path, "JSONL")
+        files = check_file(check, config.path, "JSONL")
         message, hint = ref_problem(config.tokenizer) if config.tokenizer else ("", "")
         if message:
             check.refuse("tokenizer", message, hint)
-        facts = {"max_length": config.max_length, "epochs": config.epochs, "task": "train"}
+        facts = {**files, "max_length": config.max_length, "epochs": config.epochs, "task": "train"}
         return {**facts, "tokenizer": config.tokenizer} if config.tokenizer else facts
 
     def _rows(self) -> RowInput:

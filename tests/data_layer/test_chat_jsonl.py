@@ -247,7 +247,7 @@ def test_check_gives_facts_and_accepts_good_options(tmp_path: Path) -> None:
     options = {"max_length": 77, "epochs": 2, "template_options": {"enable_thinking": False}}
     source = ChatJsonl(ChatJsonl.Config(path=path, tokenizer="some/model", **options))
     facts = source.check(Check("corpus"))
-    assert facts == {"tokenizer": "some/model", "task": "train", **options}
+    assert facts == {"tokenizer": "some/model", "task": "train", "files": (path.resolve(),), **options}
     assert refused(tmp_path, **options) == set()
     assert refused(tmp_path, split="held_out", held_out_share=0.1) == set()
     assert refused(tmp_path, task="generate", over_long="drop", prompt_until="last_answer") == set()

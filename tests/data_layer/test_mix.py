@@ -195,6 +195,7 @@ def test_resume_with_one_source_changed_is_refused(plugins: Plugins, tmp_path: P
 def test_facts_are_those_on_which_the_sources_agree(plugins: Plugins, tmp_path: Path, parts: dict[str, Any]) -> None:
     pipeline = load_mapping(tree(parts, epochs=3), plugins, tmp_path)
     facts = pipeline.graph.nodes["buckets"].facts
+    assert facts["files"] == tuple((tmp_path / part["path"]).resolve() for part in parts.values())
     assert {key: facts[key] for key in ("tokenizer", "max_length", "epochs", "task", "template_options")} == {
         "tokenizer": str(tmp_path / "model"),
         "max_length": 2048,

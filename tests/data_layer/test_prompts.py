@@ -28,21 +28,6 @@ def test_prompts_are_what_serving_would_tokenise(tmp_path: Path, tokenizer: Any)
     assert [message["role"] for message in first.messages] == ["system", "user"]
 
 
-def test_held_out_prompts_were_never_trained_on(
-    tmp_path: Path, tokenizer: Any, open_source: Callable[..., ChatJsonl]
-) -> None:
-    rows = [say(f"question {n % 30}", f"answer {n}") for n in range(90)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    for how in ({"held_out_rows": 6}, {"held_out_share": 0.3}):
-        held_out = load_prompts(path, tokenizer, split="held_out", **how)  # type: ignore[arg-type]
-        trained = open_source(path, split="train", **how)
-        (table,) = trained.epochs()
-        texts = [tokenizer.decode(trained.tokens(n)[0]) for n in table.ids.tolist()]
-        assert held_out
-        assert not any(text.startswith(tokenizer.decode(prompt.input_ids)) for prompt in held_out for text in texts)
-        assert len(held_out) + len(table) == 90
-
-
 def test_limit_and_length_are_obeyed(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [say("q" * n, "a") for n in range(1, 101)])
     assert [prompt.text for prompt in load_prompts(path, tokenizer, limit=3)] == ["q", "qq", "qqq"]
@@ -51,26 +36,23 @@ def test_limit_and_length_are_obeyed(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(path, tokenizer, max_prompt_tokens=5)
 
 
-def test_d2_last_answer_and_template_options_reach_the_rendering(tmp_path: Path, tokenizer: Any) -> None:
+def test_template_options_reach_the_rendering(tmp_path: Path, tokenizer: Any) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [say("a", "b", "c", "d")])
-    (prompt,) = load_prompts(path, tokenizer, prompt_until="last_answer")
-    assert prompt.text == "c"
     tokenizer.chat_template += "{{ mode }}"
     (prompt,) = load_prompts(path, tokenizer, template_options={"mode": "quick"})
     assert tokenizer.decode(prompt.input_ids).endswith("quick")
 
 
 def test_an_answer_comes_with_all_that_stands_before_it(tmp_path: Path, tokenizer: Any) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [say("a", "bb", "c", "dddd"), say("a"), {"prompt": "a"}])
+    path = write_rows(tmp_path / "rows.jsonl", [say("a", "bbbb", "c", "dd"), say("a"), {"prompt": "a"}])
     end = tokenizer.eos_token_id
-    for which, text in (("first_answer", b"bb"), ("last_answer", b"dddd")):
-        prompts = load_prompts(path, tokenizer, prompt_until=which, answer_tokens=9)  # type: ignore[arg-type]
-        assert prompts[0].answered is not None and prompts[1].answered is None is prompts[2].answered
-        ids, start = prompts[0].answered
-        assert ids[:start].tolist() == prompts[0].input_ids.tolist()
-        assert ids[start:].tolist() == [*text, end]
-    (prompt, *_) = load_prompts(path, tokenizer, prompt_until="last_answer", answer_tokens=3)
-    assert prompt.answered is not None and prompt.answered[0][prompt.answered[1] :].tolist() == [*b"ddd"]
+    prompts = load_prompts(path, tokenizer, answer_tokens=9)
+    assert prompts[0].answered is not None and prompts[1].answered is None is prompts[2].answered
+    ids, start = prompts[0].answered
+    assert ids[:start].tolist() == prompts[0].input_ids.tolist()
+    assert ids[start:].tolist() == [*b"bbbb", end]
+    (prompt, *_) = load_prompts(path, tokenizer, answer_tokens=3)
+    assert prompt.answered is not None and prompt.answered[0][prompt.answered[1] :].tolist() == [*b"bbb"]
     assert all(prompt.answered is None for prompt in load_prompts(path, tokenizer))
     assert prompts[1].input_ids.tolist() == prompts[2].input_ids.tolist(), "a bare prompt is a question"
 

@@ -64,7 +64,7 @@ def test_changed_limits_or_rows_give_another_store(open_source: Open) -> None:
 
 def test_facts_name_the_tokenizer_only_if_it_is_known(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [row([1, 2], 1)])
-    facts = {"max_length": 2048, "epochs": 1, "task": "train"}
+    facts = {"files": (path.resolve(),), "max_length": 2048, "epochs": 1, "task": "train"}
     assert Tokens(Tokens.Config(path=path)).check(Check("corpus")) == facts
     named = Tokens(Tokens.Config(path=path, tokenizer="some/model"))
     assert named.check(Check("corpus")) == {**facts, "tokenizer": "some/model"}
