@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -179,14 +179,16 @@ class AlignedText:
             )
         return self._firsts[piece] + len(prompt)
 
-    def mask(self) -> Mask:
-        """The loss mask.
+    def mask(self, unlearnt: Collection[int] = ()) -> Mask:
+        """The loss mask; ``unlearnt`` turns, by their place in the rendering, are left out of it.
 
         Raises:
             Rejected: the tokens of a prompt are not the first tokens of the text.
         """
         mask = np.zeros(len(self.ids), np.bool_)
-        for turn, prompt in zip(self.rendering.turns, self._prompts, strict=True):
+        for number, (turn, prompt) in enumerate(zip(self.rendering.turns, self._prompts, strict=True)):
+            if number in unlearnt:
+                continue
             first = self._first_of(turn, prompt)
             if turn.start > turn.prompt_end:
                 first = max(first, self._started_before(turn.start))

@@ -107,15 +107,20 @@ def read_conversation(value: Any) -> Conversation:
     return _mended(Conversation(tuple(messages), _tools(value), _options(value)))
 
 
-def check_weights(row: Mapping[str, Any]) -> None:
-    """Check that every answer of a row that could be read is to be learnt.
+def unlearnt(row: Mapping[str, Any]) -> frozenset[int]:
+    """Which answers of a row that could be read are not to be learnt: those with ``weight`` 0, by their number.
 
     Raises:
-        Rejected: one is not.
+        Rejected: a weight is neither 0 nor 1, or nothing is to be learnt.
     """
-    for number, entry in enumerate(_entries(row), 1):
-        if entry.get("weight") not in (None, 1) and ROLES[_either(entry, "role", "from", "")] == "assistant":
-            raise Rejected("`weight` of an answer is not 1", f"message {number}: remove it to have the answer learnt")
+    answers = [(n, e) for n, e in enumerate(_entries(row), 1) if ROLES[_either(e, "role", "from", "")] == "assistant"]
+    for number, entry in answers:
+        if entry.get("weight") not in (None, 0, 1):
+            raise Rejected("`weight` of an answer is neither 0 nor 1", f"message {number} has {entry['weight']!r}")
+    found = frozenset(n for n, (_, entry) in enumerate(answers) if entry.get("weight") == 0)
+    if found and len(found) == len(answers):
+        raise Rejected("no answer is to be learnt", "each has `weight` 0")
+    return found
 
 
 def _entries(value: Mapping[str, Any]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
-from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, check_weights, read_conversation
+from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, read_conversation, unlearnt
 from flowdflash.data.limit import within_limit
 from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
 from flowdflash.data.rows import TOO_DEEP, Row
@@ -82,12 +82,14 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A text that waits for its tokens: number of its row within the chunk, and what it was rendered from."""
+    """A text that waits for its tokens: number of its row within the chunk, what it was rendered from, and which of its
+    turns are not to be learnt."""
 
     row: int
     rendering: Rendering
     note: str = ""
     cut_off: bool = False
+    unlearnt: frozenset[int] = frozenset()
 
 
 class ChatEncoder:
@@ -191,11 +193,13 @@ class ChatEncoder:
         if found := self._specials.found_in(conversation):
             raise Rejected("markup in content", found)
         if training:
-            check_weights(row.value)
+            skipped = unlearnt(row.value)
             drafts = [_Draft(number, rendering) for rendering in self._template.render(conversation)]
-            if row.value.get("finish_reason") == "length":
+            if row.value.get("finish_reason") == "length" and len(conversation.answers) - 1 not in skipped:
                 drafts[-1] = replace(drafts[-1], cut_off=True)
-            return drafts
+            if drafts[0].rendering.turn < 0:
+                return [replace(drafts[0], unlearnt=skipped)]
+            return [draft for draft in drafts if draft.rendering.turn not in skipped]
         messages = conversation.messages
         if conversation.answers and until != "end":
             messages = messages[: conversation.answers[0 if until == "first_answer" else -1]]
@@ -216,9 +220,9 @@ class ChatEncoder:
             if not len(text.ids):
                 raise Rejected("prompt without a token")
             return Sample(text.ids, np.zeros(len(text.ids), np.bool_), note=draft.note)
-        mask = text.mask()
+        mask = text.mask(draft.unlearnt)
         if draft.rendering.marks is not None:
-            text.compare_marks(mask, where)
+            text.compare_marks(text.mask() if draft.unlearnt else mask, where)
         ids = text.ids
         if draft.cut_off:
             ids, mask = self._without_ending(ids, mask)

@@ -18,7 +18,7 @@ from flowdflash.data.rows import Row
 from flowdflash.errors import FlowdflashError
 from flowdflash.items import IntArray
 
-FORMAT = 4
+FORMAT = 5
 """Raise it when the same rows, tokenizer and options begin to give other samples or another layout."""
 OFFSETS = ("offsets", "note_offsets")
 COLUMNS = (*OFFSETS, "lines", "parts", "turns", "supervised")

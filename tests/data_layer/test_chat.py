@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.chat import check_weights, read_conversation
+from flowdflash.data.chat import read_conversation, unlearnt
 from flowdflash.data.rejects import Rejected
 from flowdflash.data.turn_order import check_turns
 
@@ -109,13 +109,26 @@ def test_reasoning_has_one_name_and_what_a_message_says_of_itself_is_never_dropp
     assert reason(answer(tool_call_id=3)) == "`tool_call_id` is not text"
 
 
-def test_an_answer_that_is_not_to_be_learnt_is_not_learnt() -> None:
-    given = {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b"}]}
-    for row in (answer(weight=1.0), answer(weight=None), given):
-        check_weights(row)
-    for row in (answer(weight=0), {"conversations": [{"from": "gpt", "value": "b", "weight": 0.5}]}):
-        with pytest.raises(Rejected, match="`weight` of an answer is not 1"):
-            check_weights(row)
+def weighted(*weights: Any) -> dict[str, Any]:
+    """A conversation whose answers have weights."""
+    row = say(*("a", "b") * len(weights))
+    for message, weight in zip(row["messages"][1::2], weights, strict=True):
+        message["weight"] = weight
+    row["messages"][0]["weight"] = 0  # no answer
+    return row
+
+
+def test_answers_of_weight_zero_are_not_learnt_and_others_are() -> None:
+    assert unlearnt(say("a", "b")) == unlearnt(weighted(1.0, None, True)) == frozenset()
+    assert unlearnt(weighted(0, 1, 0.0, False)) == {0, 2, 3}
+    for weights, why in (
+        ((0.5, 1), "neither 0 nor 1"),
+        (("0",), "neither 0 nor 1"),
+        (([],), "neither 0 nor 1"),
+        ((0, 0), "no answer"),
+    ):
+        with pytest.raises(Rejected, match=why):
+            unlearnt(weighted(*weights))
 
 
 def test_a_prompt_alone_is_a_question() -> None:

@@ -128,7 +128,8 @@ SAMPLES: dict[str, tuple[int, Reasons]] = {
     "weights_and_traces.jsonl": (
         2,
         {
-            "`weight` of an answer is not 1": 1,
+            "no answer is to be learnt": 1,
+            "`weight` of an answer is neither 0 nor 1": 1,
             "template leaves part of the answer out": 1,
             "`thinking` is not text": 1,
             "both `reasoning_content` and `reasoning`": 1,

@@ -196,10 +196,40 @@ def test_switches_go_to_a_server_as_they_were_rendered() -> None:
     assert json.loads(only(result).note)["chat_template_kwargs"] == {"persona": "\ufffd"}
 
 
-def test_a_weight_is_about_learning_and_does_not_spoil_a_prompt() -> None:
-    row = say("hi", "hello", "bye", "ciao")
-    row["messages"][1]["weight"] = 0
-    assert reasons(encode([row])[0]) == ["`weight` of an answer is not 1"]
+def unweighted(row: dict[str, Any], *answers: int) -> dict[str, Any]:
+    for number in answers:
+        row["messages"][2 * number + 1]["weight"] = 0
+    return row
+
+
+@pytest.mark.parametrize("template", [T_PLAIN, T_GEN], ids=["plain", "with marks"])
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [((0,), "ciao<|im_end|>"), ((1,), "hello<|im_end|>"), ((), "hello<|im_end|> ciao<|im_end|>")],
+)
+def test_an_answer_of_weight_zero_is_read_and_not_learnt(
+    template: str, answers: tuple[int, ...], expected: str
+) -> None:
+    plain = only(encode([say("hi", "hello", "bye", "ciao")], template)[0])
+    sample = only(encode([unweighted(say("hi", "hello", "bye", "ciao"), *answers)], template)[0])
+    assert (sample.ids.tolist(), taught(sample)) == (plain.ids.tolist(), expected)
+
+
+def test_an_answer_of_weight_zero_has_no_sample_of_its_own() -> None:
+    turns = ("a", "<think>b</think>c", "d", "<think>e</think>f", "g", "h")
+    (result,) = encode([unweighted(say(*turns), 0)], T_THINK)
+    assert [sample.turn for sample in result.samples] == [1, 2]
+    assert [taught(sample) for sample in result.samples] == ["<think>e</think>f<|im_end|>", "h<|im_end|>"]
+
+
+def test_a_last_answer_that_was_cut_off_and_is_not_learnt_takes_nothing_from_the_others() -> None:
+    row = {**unweighted(say("hi", "hello", "bye", "ciao"), 1), "finish_reason": "length"}
+    assert taught(only(encode([row])[0])) == "hello<|im_end|>"
+
+
+def test_a_row_of_which_nothing_is_to_be_learnt_is_still_a_prompt() -> None:
+    row = unweighted(say("hi", "hello"), 0)
+    assert reasons(encode([row])[0]) == ["no answer is to be learnt"]
     assert only(encode([row], task="generate", prompt_until="last_answer")[0]).note
 
 
