@@ -187,14 +187,16 @@ class AlignedText:
         """
         mask = np.zeros(len(self.ids), np.bool_)
         for number, (turn, prompt) in enumerate(zip(self.rendering.turns, self._prompts, strict=True)):
-            if number in unlearnt:
-                continue
-            first = self._first_of(turn, prompt)
-            if turn.start > turn.prompt_end:
-                first = max(first, self._started_before(turn.start))
-            # An end-of-turn token may take white space behind it along.
-            mask[first : (self._started_before if turn.closed else self._ended_at)(turn.end)] = True
+            if number not in unlearnt:
+                mask[self._tokens_of(turn, prompt)] = True
         return mask
+
+    def _tokens_of(self, turn: Turn, prompt: Ids) -> slice:
+        first = self._first_of(turn, prompt)
+        if turn.start > turn.prompt_end:
+            first = max(first, self._started_before(turn.start))
+        # An end-of-turn token may take white space behind it along.
+        return slice(first, (self._started_before if turn.closed else self._ended_at)(turn.end))
 
     def compare_marks(self, mask: Mask, where: str) -> None:
         """Check the mask against the generation marks of the template.
@@ -203,8 +205,11 @@ class AlignedText:
             DataInvalid: they differ.
         """
         marked = np.zeros(len(mask), np.bool_)
+        turns = {(t.start, t.end): (t, prompt) for t, prompt in zip(self.rendering.turns, self._prompts, strict=True)}
         for start, end in self.rendering.marks or ():
-            marked[self._ended_at(start) : self._started_before(end)] = True
+            # A token may take white space along that stands on the other side of a mark.
+            same = turns.get((start, end))
+            marked[self._tokens_of(*same) if same else slice(self._ended_at(start), self._started_before(end))] = True
         if self.rendering.turn >= 0:  # earlier turns of this text have samples of their own
             marked[: self._first_of(self.rendering.turns[0], self._prompts[0])] = False
         wrong = np.flatnonzero(marked != mask)

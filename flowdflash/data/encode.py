@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
-from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, read_conversation, unlearnt
+from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, Conversation, read_conversation, unlearnt
 from flowdflash.data.limit import within_limit
 from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
 from flowdflash.data.rows import TOO_DEEP, Row
@@ -170,14 +170,14 @@ class ChatEncoder:
         drafts: list[_Draft] = []
         for number, row in enumerate(rows):
             try:
-                drafts += self._drafts(number, row)
+                drafts += self._drafts(number, row, rejections[number])
             except Rejected as rejected:
                 rejections[number].append(rejected.rejection)
             except RecursionError:
                 rejections[number].append(Rejection(TOO_DEEP))
         return drafts
 
-    def _drafts(self, number: int, row: Row) -> list[_Draft]:
+    def _drafts(self, number: int, row: Row, rejections: list[Rejection]) -> list[_Draft]:
         if row.problem:
             raise Rejected(row.problem, row.detail)
         conversation = read_conversation(row.value)
@@ -193,13 +193,7 @@ class ChatEncoder:
         if found := self._specials.found_in(conversation):
             raise Rejected("markup in content", found)
         if training:
-            skipped = unlearnt(row.value)
-            drafts = [_Draft(number, rendering) for rendering in self._template.render(conversation)]
-            if row.value.get("finish_reason") == "length" and len(conversation.answers) - 1 not in skipped:
-                drafts[-1] = replace(drafts[-1], cut_off=True)
-            if drafts[0].rendering.turn < 0:
-                return [replace(drafts[0], unlearnt=skipped)]
-            return [draft for draft in drafts if draft.rendering.turn not in skipped]
+            return self._answers(number, row.value, conversation, rejections)
         messages = conversation.messages
         if conversation.answers and until != "end":
             messages = messages[: conversation.answers[0 if until == "first_answer" else -1]]
@@ -211,6 +205,24 @@ class ChatEncoder:
         read = {key: value for key, value in given.items() if value}
         note = json.dumps({**others, **read}, default=str)  # in ASCII: other keys may hold half surrogate pairs
         return [_Draft(number, Rendering(self._template.prompt(replace(conversation, messages=opening)), ()), note)]
+
+    def _answers(
+        self, number: int, row: Mapping[str, Any], conversation: Conversation, rejections: list[Rejection]
+    ) -> list[_Draft]:
+        skipped, last = unlearnt(row), len(conversation.answers) - 1
+        cut_off = row.get("finish_reason") == "length"
+        renderings, left = self._template.render(conversation, cut_off=cut_off)
+        rejections += [rejection for rejection in left if rejection.turn not in skipped]
+        return [
+            _Draft(
+                number,
+                rendering,
+                cut_off=cut_off and last not in skipped and rendering.turn in (-1, last),
+                unlearnt=skipped if rendering.turn < 0 else frozenset(),
+            )
+            for rendering in renderings
+            if rendering.turn not in skipped
+        ]
 
     def _sample(self, draft: _Draft, text: AlignedText, where: str) -> Sample:
         limit, turn = self._options.max_length, draft.rendering.turn

@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 from typing import Any
 
 from flowdflash.data.chat import Conversation, Message
-from flowdflash.data.rejects import Rejected
+from flowdflash.data.continuation import ANSWER, MOST_CHARS, OPENED, after_prompt, common
+from flowdflash.data.reading import Reading, reading_of
+from flowdflash.data.rejects import Rejected, Rejection
 from flowdflash.errors import ModelInvalid
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,6 +33,11 @@ EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 CLOSED_THINKING = re.compile(r"\s*</think>\s*")
 OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
 """What a generation prompt may have written of an answer already."""
+OPENED_TWICE = re.compile(r"<think>\s*<think>")
+
+
+Marks = tuple[tuple[int, int], ...] | None
+"""Spans in generation marks; None where nobody looks at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +72,26 @@ class Rendering:
     text: str
     turns: tuple[Turn, ...]
     turn: int = -1
-    marks: tuple[tuple[int, int], ...] | None = None
+    marks: Marks = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer(Rendering):
+    """A rendering of one answer.
+
+    Attributes:
+        as_rendered: the template itself renders the prompt and the answer behind it.
+    """
+
+    as_rendered: bool = True
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, with fixed options.
 
     Args:
-        tokenizer: a transformers tokenizer; only its template and special tokens are used.
+        tokenizer: a transformers tokenizer; used are its template, its special tokens and, where a model was read along
+            with it, ``generation_stops``: texts of the tokens that the model stops at.
         options: values for the template's own switches, such as ``enable_thinking``; a row's own come before them.
         marks: look at generation marks where the template has them.
 
@@ -91,11 +110,15 @@ class ChatTemplate:
         self._refusals = TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
         tokens, options = tokenizer.special_tokens_map, dict(options or {})
         self._variables = {"strftime_now": DATE.strftime, **tokens, **options}
-        decisive = [tokenizer.chat_template, options, marks, {name: str(token) for name, token in tokens.items()}]
+        named = {name: str(token) for name, token in tokens.items()}
+        decisive = [tokenizer.chat_template, options, marks, named, getattr(tokenizer, "generation_stops", ())]
         self.fingerprint = json.dumps(decisive, sort_keys=True)
         self._templates: dict[bool, tuple[str, bool]] = {}
         self._specials = special_names(tokenizer)
+        self._stops: tuple[str, ...] = getattr(tokenizer, "generation_stops", ())
+        self._certain = {*self._stops, *([str(tokenizer.eos_token)] if tokenizer.eos_token else ())}
         self._suffix: str | None = None
+        self._header = ""
         try:
             for with_tools in (False, True):
                 template = tokenizer.get_chat_template(tools=[] if with_tools else None)
@@ -107,6 +130,7 @@ class ChatTemplate:
                 f"{name} has no chat template, so there is no telling what the target would be asked; "
                 "use the tokenizer of an instruction-tuned model"
             ) from error
+        self._readings = {with_tools: self._reading(with_tools) for with_tools in self._templates}
         self._probe()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,51 +144,115 @@ class ChatTemplate:
         Raises:
             Rejected: the template refuses the messages.
         """
-        return self._render(conversation, len(conversation.messages), prompt=True)[0]
+        conversation = self._as_read(conversation)
+        return self._render(conversation, conversation.messages, prompt=True)[0]
 
-    def render(self, conversation: Conversation) -> list[Rendering]:
-        """One rendering with all answers supervised; one per answer where the template rewrites earlier turns.
+    def render(
+        self, conversation: Conversation, *, cut_off: bool = False
+    ) -> tuple[Sequence[Rendering], list[Rejection]]:
+        """One rendering with all answers supervised; one per answer where the template rewrites earlier turns, or where
+        some answers cannot be used; and why not.
+
+        ``cut_off``: the last answer was cut off when it was generated.
 
         Raises:
-            Rejected: the template refuses the conversation, does not start an answer with its generation prompt, or
-                leaves out something that the target wrote.
+            Rejected: no answer can be used: the template refuses the conversation, does not start an answer with its
+                generation prompt, or leaves out something that the target wrote.
         """
-        messages = conversation.messages
-        texts, marks, turns = [], [], []
+        conversation = self._as_read(conversation)
+        answers, left = [], list[Rejection]()
         for number, place in enumerate(conversation.answers):
-            prompt, _ = self._render(conversation, place, prompt=True)
-            text, spans = self._render(conversation, place + 1)
-            if not text.startswith(prompt):
-                raise Rejected(
-                    "generation prompt is no prefix of the answer",
-                    f"it ends in {prompt[-40:]!r}, the template writes {text[max(0, len(prompt) - 40) :][:60]!r}",
-                    number,
-                )
-            if missing := _left_out(text[len(prompt) :], messages[place]):
-                raise Rejected("template leaves part of the answer out", f"its {missing}", number)
-            start = len(prompt) + _template_thinking(prompt, text[len(prompt) :], messages[place])
-            texts.append(text)
-            marks.append(spans)
-            turns.append(Turn(len(prompt), start, *self._turn_end(text, start)))
-        full = texts[-1]
-        if all(full.startswith(text) for text in texts):
-            return [Rendering(full, tuple(turns), marks=marks[-1])]
-        return [
-            Rendering(text, (turn,), number, spans)
-            for number, (text, turn, spans) in enumerate(zip(texts, turns, marks, strict=True))
-        ]
+            try:
+                last = number == len(conversation.answers) - 1
+                answers.append(self._answer(conversation, number, place, cut_off and last))
+            except Rejected as rejected:
+                left.append(replace(rejected.rejection, turn=number))
+        if not answers:
+            raise Rejected(left[0].reason, left[0].detail, left[0].turn)
+        full = answers[-1].text
+        # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
+        if not left and all(each.as_rendered and full.startswith(each.text[: each.turns[0].end]) for each in answers):
+            turns = tuple(each.turns[0] for each in answers)
+            return [Rendering(full, turns, marks=self._fitted(answers[-1].marks, full, turns))], left
+        return [replace(each, marks=self._fitted(each.marks, each.text, each.turns)) for each in answers], left
+
+    def _fitted(self, marks: Marks, text: str, turns: Sequence[Turn]) -> Marks:
+        """Marks, less what the mask has not of an answer for good reasons: its header, an empty thought in front of it,
+        white space behind its end-of-turn token."""
+        fitted = list(marks or ())
+        for n, (start, end) in enumerate(fitted):
+            for turn in turns:
+                header = max(turn.prompt_end - len(self._header), 0)
+                supplied = start >= turn.prompt_end or self._header.endswith(text[start : turn.prompt_end])
+                if header <= start <= turn.start < end and supplied:
+                    behind = end <= turn.end or text[turn.end : end].isspace()
+                    fitted[n] = turn.start, min(end, turn.end) if behind else end
+        return None if marks is None else tuple(fitted)
+
+    def _answer(self, conversation: Conversation, number: int, place: int, cut_off: bool) -> _Answer:
+        """The rendering of one answer, with all that stands before it."""
+        messages = conversation.messages[: place + 1]
+        prompt, _ = self._render(conversation, messages[:-1], prompt=True)
+        text, spans = self._render(conversation, messages)
+        opened = OPENED.search(prompt)
+        if opened and OPENED_TWICE.match(text, opened.start()):
+            # The template begins the thought, and so does the message: as one, it is what the target wrote.
+            content = messages[-1]["content"].lstrip().removeprefix("<think>").removeprefix(opened[1])
+            messages = (*messages[:-1], {**messages[-1], "content": content})
+            text, spans = self._render(conversation, messages)
+        written, at = self._written(conversation, prompt, text, messages, cut_off)
+        if opened and not cut_off and "</think>" not in written:
+            raise Rejected("no thought where the generation prompt begins one", f"the prompt ends in {prompt[-40:]!r}")
+        if missing := _left_out(written, messages[-1]):
+            raise Rejected("template leaves part of the answer out", f"its {missing}")
+        start = len(prompt) + _template_thinking(prompt, written, messages[-1])
+        turn = Turn(len(prompt), start, *self._turn_end(prompt + written, start))
+        moved = len(prompt) - at
+        if moved and at >= 0 and (behind := self._repeated(conversation, messages, text, turn.end + at - len(prompt))):
+            raise Rejected("generation prompt is no prefix of the answer", f"{behind[:60]!r} stands behind it")
+        if spans is not None and moved:
+            spans = tuple((a + moved, b + moved) for a, b in spans if a >= at) if at >= 0 else None
+        return _Answer(prompt + written, (turn,), number, spans, not moved)
+
+    def _repeated(self, conversation: Conversation, messages: Sequence[Message], text: str, end: int) -> str:
+        """What of an answer that ends at ``end`` the template writes there whether an answer is in the text or not."""
+        bare, _ = self._render(conversation, messages[:-1])
+        start = len(text) - common(text[::-1], bare[::-1])
+        return text[start:end] if end - start > MOST_CHARS else ""
+
+    def _written(
+        self, conversation: Conversation, prompt: str, text: str, messages: Sequence[Message], cut_off: bool
+    ) -> tuple[str, int]:
+        """What the target writes after the prompt, and where it stands in the text with the answer."""
+        if text.startswith(prompt):
+            return text[len(prompt) :], len(prompt)
+        probe = {"role": "assistant", "content": ANSWER}
+        found = after_prompt(
+            prompt,
+            text,
+            messages,
+            lambda: self._render(conversation, messages[:-1])[0],
+            lambda: self._render(conversation, (*messages[:-1], probe))[0],
+            cut_off=cut_off,
+        )
+        if found is None:
+            raise Rejected(
+                "generation prompt is no prefix of the answer",
+                f"it ends in {prompt[-40:]!r}, the template writes {text[max(0, len(prompt) - 40) :][:60]!r}",
+            )
+        return found
 
     def _render(
-        self, conversation: Conversation, end: int, *, prompt: bool = False
-    ) -> tuple[str, tuple[tuple[int, int], ...] | None]:
-        """The text of the first messages, and the spans in generation marks; None where no marks are looked at, and for
-        a prompt."""
+        self, conversation: Conversation, messages: Sequence[Message], *, prompt: bool = False
+    ) -> tuple[str, Marks]:
+        """The text of messages of a conversation, and the spans in generation marks; None where no marks are looked at,
+        and for a prompt."""
         template, marked = self._templates[bool(conversation.tools)]
         marked = marked and not prompt
         try:
             with RENDERING:
                 (text,), spans = self._jinja(
-                    conversations=[list(conversation.messages[:end])],
+                    conversations=[list(messages)],
                     tools=list(conversation.tools) or None,
                     chat_template=template,
                     return_assistant_tokens_mask=marked,
@@ -175,13 +263,30 @@ class ChatTemplate:
             raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
         return text, tuple((int(start), int(end)) for start, end in spans[0]) if marked else None
 
+    def _as_read(self, conversation: Conversation) -> Conversation:
+        reading = self._readings[bool(conversation.tools)]
+        return replace(conversation, messages=reading.of(conversation.messages))
+
+    def _reading(self, with_tools: bool) -> Reading:
+        def rendered(messages: Sequence[Message]) -> str | None:
+            try:
+                return self._render(Conversation((), ({},) if with_tools else ()), messages)[0]
+            except Rejected:
+                return None
+
+        return reading_of(self._templates[with_tools][0], rendered)
+
     def _probe(self) -> None:
-        ask, answer = "flowdflash-asks", "flowdflash-answers"
+        ask, answer = "flowdflash-asks", ANSWER
         messages = {"role": "user", "content": ask}, {"role": "assistant", "content": answer}
         try:
-            text, _ = self._render(Conversation(messages), len(messages))
+            text, _ = self._render(Conversation(messages), messages)
+            prompt, bare = (
+                self._render(Conversation(messages), messages[:1], prompt=asked)[0] for asked in (True, False)
+            )
         except Rejected:
             return  # a template may demand more than this; then the rows decide
+        self._header = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
         if ask not in text and answer not in text:
             raise ModelInvalid(
                 f"the chat template renders no message: it turns a question and an answer into {text[:80]!r}"
@@ -203,8 +308,10 @@ class ChatTemplate:
                 if not name and not text[body - 1].isspace():
                     break
                 body -= len(name) or 1
-        length, closed = _first_special(text[body:], self._specials)
-        return body + length, closed
+        length, closed = _first_special(text[body:], self._specials, self._stops)
+        # Generation stops at such a token, whatever the template writes behind it.
+        ends = [place + len(stop) for stop in self._certain if (place := text.find(stop, start, body)) >= 0]
+        return (min(ends), True) if ends else (body + length, closed)
 
 
 def _prepare(template: str) -> None:
@@ -223,9 +330,11 @@ def _prepare(template: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _first_special(ending: str, names: frozenset[str]) -> tuple[int, bool]:
-    """Where the first special token in an ending ends, of those that start alike the longest; 0 without one."""
-    found = [(ending.find(name), -len(name)) for name in names if name in ending]
+def _first_special(ending: str, names: frozenset[str], stops: tuple[str, ...]) -> tuple[int, bool]:
+    """Where the first token in an ending that the target stops at ends, or the first special token if none is known to
+    be there; of those that start alike the longest. 0 without one."""
+    found = [(ending.find(name), -len(name)) for name in stops if name in ending]
+    found = found or [(ending.find(name), -len(name)) for name in names if name in ending]
     if not found:
         return 0, False
     place, length = min(found)
@@ -242,8 +351,14 @@ def special_names(tokenizer: Any) -> frozenset[str]:
 def _template_thinking(prompt: str, text: str, message: Message) -> int:
     """Length of what the template, and not the message, writes of an empty think block before an answer."""
     block = (CLOSED_THINKING if prompt.rstrip().endswith("<think>") else EMPTY_THINKING).match(text)
-    own = message.get("reasoning_content") or message["content"]
-    return 0 if block is None or own.lstrip().startswith(("<think>", "</think>")) else block.end()
+    inserted = EMPTY_THINKING.match(text)
+    if inserted and text.startswith("<think>", inserted.end()):
+        return inserted.end()  # and then the message's own
+    own, content = message.get("reasoning_content") or message["content"], message["content"]
+    if block is None or own.lstrip().startswith(("<think>", "</think>")):
+        return 0
+    indent = content[: len(content) - len(content.lstrip())].rpartition("\n")[2]  # an answer may begin with code
+    return block.end() - len(indent) if indent and block.group().endswith(indent) else block.end()
 
 
 def _left_out(text: str, message: Message) -> str:

@@ -123,5 +123,10 @@ def _processors(sampling: Sampling, device: torch.device, seeds: Sequence[int]) 
 def _answer(tokens: list[int], tokenizer: Any, stops: Sequence[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
     kept = tokens if end is None else tokens[:end]
+    count = len(kept) + (end is not None)
+    added = tokenizer.added_tokens_decoder
+    inside = next((added[token].content for token in kept if token in added and added[token].special), "")
+    if inside:  # as text it would be markup, and without it the template could not write the answer again
+        return Answer("", count, rejected="special token inside the answer", detail=inside)
     text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Answer(text, len(kept) + (end is not None), "length" if end is None else "stop")
+    return Answer(text, count, "length" if end is None else "stop")

@@ -7,6 +7,7 @@ dtype for the whole process, so load while no other thread creates tensors; the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,9 +157,25 @@ def find_tokenizer(ref: str, cache_dir: Path, report: Report | None = None) -> A
     if not any((folder / name).is_file() for name in files):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelInvalid(f"the tokenizer of {ref} cannot be read: {error}") from error
+    tokenizer.generation_stops = _generation_stops(folder, tokenizer)
+    return tokenizer
+
+
+def _generation_stops(folder: Path, tokenizer: Any) -> tuple[str, ...]:
+    """Texts of the special tokens that the model stops at, as its own ``generation_config.json`` says."""
+    try:
+        told = json.loads((folder / "generation_config.json").read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(
+        special[number]
+        for number in (told if isinstance(told, list) else [told])
+        if isinstance(number, int) and number in special
+    )
 
 
 def load_target(

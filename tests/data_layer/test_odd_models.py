@@ -48,14 +48,15 @@ def test_d1_answer_that_the_template_writes_in_part_is_no_answer_of_the_target(r
     assert (rejection.reason, rejection.detail) == ("template leaves part of the answer out", f"its {missing}")
 
 
-def test_d1_traces_that_the_template_cuts_from_every_answer_reject_the_row() -> None:
+def test_d1_traces_that_the_template_cuts_from_every_answer_reject_those_that_have_one() -> None:
     cutting = writing("m['content'].split('</think>')[-1]")
     bare, traced, late = encode(
         [say("q", "a"), say("q", "<think>hm</think>a"), say("q", "a", "r", "<think>a</think>a")], cutting
     )
     assert taught(only(bare)) == "a<|im_end|>"
-    assert reasons(traced) == reasons(late) == ["template leaves part of the answer out"]
-    assert late.rejections[0].turn == 1
+    assert reasons(traced) == ["template leaves part of the answer out"]
+    assert [(rejection.reason, rejection.turn) for rejection in late.rejections] == [(*reasons(traced), 1)]
+    assert [taught(sample) for sample in late.samples] == ["a<|im_end|>"]
 
 
 def test_white_space_that_the_template_takes_away_or_puts_in_leaves_nothing_out() -> None:

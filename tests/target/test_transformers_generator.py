@@ -71,6 +71,14 @@ def test_89_output_is_cut_by_position_not_by_value(cache: Path) -> None:
     assert (answer.text, answer.tokens, answer.finish_reason) == ("H ,i", 4, "length")
 
 
+def test_an_answer_with_a_special_token_inside_is_rejected_and_not_written_without_it(cache: Path) -> None:
+    tokenizer = load_tokenizer(TOY_REF, cache)
+    for stop in (258, 256):
+        answer = _answer([72, 257, 105, stop], tokenizer, (258,))
+        assert (answer.text, answer.rejected) == ("", "special token inside the answer")
+        assert answer.detail == tokenizer.convert_ids_to_tokens(257) and not answer.complete
+
+
 def test_sampling_is_reproducible_and_leaves_the_global_generator_alone(cache: Path, toy: LoadedTarget) -> None:
     tokenizer = load_tokenizer(TOY_REF, cache)
 

@@ -1,0 +1,106 @@
+"""What the target writes after its prompt, where a template renders a finished answer otherwise than its prompt.
+
+Serving renders what stands before an answer, and the target goes on from there. Most templates render the finished
+answer as that text and more. Others drop an earlier thought or move the system prompt once the answer is there, or
+write into the prompt alone that a thought begins, or that there is none. There the sample is the prompt as it is
+served, and after it what the template writes behind the header of the answer; or, where the prompt has begun a thought,
+the answer word by word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from flowdflash.data.chat import Message
+from flowdflash.data.reading import THOUGHTS
+
+ANSWER = "flowdflash-answers"
+"""Stands for an answer, to see what a template writes around one."""
+OPENED = re.compile(r"<think>(\s*)$")
+"""The end of a prompt that begins a thought."""
+EMPTY_BLOCK = re.compile(r"<[^<>\s]+>[^<>]*<[^<>\s]+>\s*$")
+"""The end of a prompt that says that there is no thought: two marks with nothing or a word between."""
+LEAST_CHARS = 4
+"""Of the end of a prompt, to find it again in a template without a header for answers."""
+MOST_CHARS = 64
+"""Between the header and the text of an answer: the name of a channel, an empty thought."""
+
+
+def after_prompt(
+    prompt: str,
+    text: str,
+    messages: Sequence[Message],
+    bare: Callable[[], str],
+    other: Callable[[], str],
+    *,
+    cut_off: bool,
+) -> tuple[str, int] | None:
+    """What the target writes after a prompt that ``text`` does not begin with; None where that cannot be told.
+
+    Args:
+        prompt: as it is served.
+        text: the conversation up to and with the answer.
+        messages: of the conversation, the answer being the last.
+        bare: gives the prompt without the header that asks for an answer.
+        other: gives the text with ``ANSWER`` as the answer.
+        cut_off: the answer was cut off when it was generated.
+
+    Returns:
+        What is written, and where it stands in ``text``; -1 if it does not.
+    """
+    *before, message = messages
+    if opened := OPENED.search(prompt):
+        written = _word_by_word(opened[1], text, message, cut_off)
+        return None if written is None else (written, -1)
+    rendered, content = bare(), message["content"].lstrip()
+    header = prompt[len(rendered) :] if prompt.startswith(rendered) else ""
+    empty = EMPTY_BLOCK.search(header)
+    if empty and not content.startswith("<") and not any(name in message for name in THOUGHTS):
+        header = header[: empty.start()]
+    place = _after_header(header, text, other(), before) if header else _after_end(prompt, text, other())
+    return None if place is None else (text[place:], place)
+
+
+def _word_by_word(space: str, text: str, message: Message, cut_off: bool) -> str | None:
+    """An answer that goes on with a thought, and the ending that the template gives it.
+
+    ``space`` is what stands behind the mark in the prompt.
+    """
+    content = message["content"]
+    visible = content.rpartition("</think>")[2].strip()
+    place = text.rfind(visible) if visible else -1
+    if len(message) > 2 or place < 0 or not (cut_off or "</think>" in content):
+        return None
+    if content.lstrip().startswith("<think>"):
+        content = content.lstrip().removeprefix("<think>").removeprefix(space)
+    return str(content.rstrip() + text[place + len(visible) :])
+
+
+def _after_header(header: str, text: str, other: str, before: Sequence[Message]) -> int | None:
+    """Where the header of the answer ends. An earlier one has an earlier message behind it."""
+    shared = common(text, other)
+    found = text.rfind(header, 0, shared)
+    between = text[found + len(header) : shared]
+    said = [content for message in before[-2:] if (content := message["content"].strip())]
+    if found < 0 or len(between) > MOST_CHARS or any(content in between for content in said):
+        return None
+    return found + len(header)
+
+
+def _after_end(prompt: str, text: str, other: str) -> int | None:
+    """Where the prompt ends, in a template without a header for answers: before the answer and white space."""
+    place, shared = other.find(ANSWER), common(text, other)
+    while LEAST_CHARS <= place <= shared:
+        if prompt.endswith(text[place - LEAST_CHARS : place]):
+            return place
+        if not text[place - 1].isspace():
+            return None
+        place -= 1
+    return None
+
+
+def common(one: str, other: str) -> int:
+    """Characters in which two texts begin alike."""
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
