@@ -33,8 +33,6 @@ def after_prompt(
     messages: Sequence[Message],
     bare: Callable[[], str],
     other: Callable[[], str],
-    *,
-    cut_off: bool,
 ) -> tuple[str, int] | None:
     """What the target writes after a prompt that ``text`` does not begin with; None where that cannot be told.
 
@@ -44,14 +42,13 @@ def after_prompt(
         messages: of the conversation, the answer being the last.
         bare: gives the prompt without the header that asks for an answer.
         other: gives the text with ``ANSWER`` as the answer.
-        cut_off: the answer was cut off when it was generated.
 
     Returns:
         What is written, and where it stands in ``text``; -1 if it does not.
     """
     *before, message = messages
     if opened := OPENED.search(prompt):
-        written = _word_by_word(opened[1], text, message, cut_off)
+        written = word_by_word(opened, text, message)
         return None if written is None else (written, -1)
     rendered, content = bare(), message["content"].lstrip()
     header = prompt[len(rendered) :] if prompt.startswith(rendered) else ""
@@ -62,19 +59,25 @@ def after_prompt(
     return None if place is None else (text[place:], place)
 
 
-def _word_by_word(space: str, text: str, message: Message, cut_off: bool) -> str | None:
-    """An answer that goes on with a thought, and the ending that the template gives it.
+def own_words(content: str, opened: re.Match[str] | None) -> str:
+    """An answer as the target wrote it, without what its prompt has written of it already."""
+    thought = content.lstrip()
+    if opened and thought.startswith("<think>"):
+        return thought.removeprefix("<think>").removeprefix(opened[1])
+    return content
 
-    ``space`` is what stands behind the mark in the prompt.
+
+def word_by_word(opened: re.Match[str], text: str, message: Message) -> str | None:
+    """An answer that goes on with the thought that its prompt has begun, and the ending that the template gives it.
+
+    None where it does not go on with one.
     """
     content = message["content"]
     visible = content.rpartition("</think>")[2].strip()
     place = text.rfind(visible) if visible else -1
-    if len(message) > 2 or place < 0 or not (cut_off or "</think>" in content):
+    if len(message) > 2 or place < 0 or "</think>" not in content:
         return None
-    if content.lstrip().startswith("<think>"):
-        content = content.lstrip().removeprefix("<think>").removeprefix(space)
-    return str(content.rstrip() + text[place + len(visible) :])
+    return own_words(content, opened).rstrip() + text[place + len(visible) :]
 
 
 def _after_header(header: str, text: str, other: str, before: Sequence[Message]) -> int | None:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from flowdflash.data.chat import Conversation, Message
-from flowdflash.data.continuation import ANSWER, MOST_CHARS, OPENED, after_prompt, common
+from flowdflash.data.continuation import ANSWER, MOST_CHARS, OPENED, after_prompt, common, own_words, word_by_word
 from flowdflash.data.reading import Reading, reading_of
 from flowdflash.data.rejects import Rejected, Rejection
 from flowdflash.errors import ModelInvalid
@@ -33,7 +33,6 @@ EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
 CLOSED_THINKING = re.compile(r"\s*</think>\s*")
 OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
 """What a generation prompt may have written of an answer already."""
-OPENED_TWICE = re.compile(r"<think>\s*<think>")
 
 
 Marks = tuple[tuple[int, int], ...] | None
@@ -194,14 +193,16 @@ class ChatTemplate:
         messages = conversation.messages[: place + 1]
         prompt, _ = self._render(conversation, messages[:-1], prompt=True)
         text, spans = self._render(conversation, messages)
-        opened = OPENED.search(prompt)
-        if opened and OPENED_TWICE.match(text, opened.start()):
-            # The template begins the thought, and so does the message: as one, it is what the target wrote.
-            content = messages[-1]["content"].lstrip().removeprefix("<think>").removeprefix(opened[1])
-            messages = (*messages[:-1], {**messages[-1], "content": content})
-            text, spans = self._render(conversation, messages)
-        written, at = self._written(conversation, prompt, text, messages, cut_off)
-        if opened and not cut_off and "</think>" not in written:
+        content, opened = messages[-1]["content"], OPENED.search(prompt)
+        if cut_off and len(messages[-1]) == 2 and (opened or "<think>" in content or not text.startswith(prompt)):
+            whole = prompt + own_words(content, opened)  # a template would end the thought, or take it for an answer
+            return _Answer(whole, (Turn(len(prompt), len(prompt), len(whole), True),), number, as_rendered=False)
+        written, at = self._written(conversation, prompt, text, messages)
+        if opened and (own := word_by_word(opened, text, messages[-1])) not in (None, written):
+            written, at = str(own), -1
+        if (empty := EMPTY_THINKING.match(written)) and written.startswith("<think>", empty.end()):
+            written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
+        if opened and ("</think>" not in written or written.lstrip().startswith("<think>")):
             raise Rejected("no thought where the generation prompt begins one", f"the prompt ends in {prompt[-40:]!r}")
         if missing := _left_out(written, messages[-1]):
             raise Rejected("template leaves part of the answer out", f"its {missing}")
@@ -221,9 +222,9 @@ class ChatTemplate:
         return text[start:end] if end - start > MOST_CHARS else ""
 
     def _written(
-        self, conversation: Conversation, prompt: str, text: str, messages: Sequence[Message], cut_off: bool
+        self, conversation: Conversation, prompt: str, text: str, messages: Sequence[Message]
     ) -> tuple[str, int]:
-        """What the target writes after the prompt, and where it stands in the text with the answer."""
+        """What the target writes after the prompt, and where it stands in the text; -1 if it does not."""
         if text.startswith(prompt):
             return text[len(prompt) :], len(prompt)
         probe = {"role": "assistant", "content": ANSWER}
@@ -233,7 +234,6 @@ class ChatTemplate:
             messages,
             lambda: self._render(conversation, messages[:-1])[0],
             lambda: self._render(conversation, (*messages[:-1], probe))[0],
-            cut_off=cut_off,
         )
         if found is None:
             raise Rejected(
@@ -351,9 +351,6 @@ def special_names(tokenizer: Any) -> frozenset[str]:
 def _template_thinking(prompt: str, text: str, message: Message) -> int:
     """Length of what the template, and not the message, writes of an empty think block before an answer."""
     block = (CLOSED_THINKING if prompt.rstrip().endswith("<think>") else EMPTY_THINKING).match(text)
-    inserted = EMPTY_THINKING.match(text)
-    if inserted and text.startswith("<think>", inserted.end()):
-        return inserted.end()  # and then the message's own
     own, content = message.get("reasoning_content") or message["content"], message["content"]
     if block is None or own.lstrip().startswith(("<think>", "</think>")):
         return 0

@@ -59,6 +59,10 @@ T_POSTAMBLE = (
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"n": 1}}}]}
 
 
+def writing(expression: str) -> str:
+    return LOOP + HEAD + "{{ " + expression + " + '<|im_end|>\n' }}" + END + PROMPT
+
+
 def answers(*turns: str, **more: Any) -> dict[str, Any]:
     row = say(*turns)
     row["messages"][-1].update(more)
@@ -138,6 +142,22 @@ def test_an_answer_that_was_cut_off_in_its_thought_ends_there(template: str) -> 
     check_samples(result, row, template, ["so let me"])
 
 
+T_THINKS = writing(
+    f"('<think>\n\n</think>\n\n' if {ASSISTANT} and '</think>' not in m['content'] else '') + m['content']"
+)
+T_THINKS_AND_OPENS = T_THINKS.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+
+
+@pytest.mark.parametrize("template", [T_THINKS, T_THINKS_AND_OPENS, T_OPENS, T_OPENS_AND_CUTS, T_CLOSES])
+@pytest.mark.parametrize("content", ["<think>\nOkay, so the", "<think>\nOkay.\n</think>\n\nBecause of"])
+def test_a_thought_that_was_cut_off_is_as_it_was_generated(template: str, content: str) -> None:
+    row = {**say("hi", content), "finish_reason": "length"}
+    prompt = make_tokenizer().decode(served(row, template, 1))
+    check_samples(
+        encode([row], template)[0], row, template, [content.removeprefix("<think>\n" * prompt.endswith("<think>\n"))]
+    )
+
+
 @pytest.mark.parametrize("content", ["hello", "</think>", "hm</think>  "])
 def test_an_answer_without_the_thought_that_its_prompt_begins_is_rejected(content: str) -> None:
     assert reasons(encode([say("hi", content)], T_OPENS)[0]) == ["generation prompt is no prefix of the answer"]
@@ -195,10 +215,6 @@ def test_text_behind_the_last_end_of_turn_token_does_not_cut_a_row_up() -> None:
     closing = T_PLAIN.replace(END, END + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
     sample = only(encode([say("hi", "hello", "bye", "ciao")], closing)[0])
     assert (sample.turn, taught(sample)) == (-1, "hello<|im_end|> ciao<|im_end|>")
-
-
-def writing(expression: str) -> str:
-    return LOOP + HEAD + "{{ " + expression + " + '<|im_end|>\n' }}" + END + PROMPT
 
 
 @pytest.mark.parametrize("given", ["thinking", "reasoning_content", "reasoning"])

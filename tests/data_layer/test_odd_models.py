@@ -83,7 +83,7 @@ def test_d4_end_of_a_thought_that_only_the_template_has_begun_is_never_supervise
     bare, thought, closed = encode([answer("hi"), answer("hi", reasoning_content="hm"), answer("</think>hi")], opening)
     assert taught(only(bare)) == "hi<|im_end|>"
     assert taught(only(thought)) == "hm\n</think>\n\nhi<|im_end|>"
-    assert taught(only(closed)) == "\n</think>\n\nhi<|im_end|>"
+    assert taught(only(closed)) == "</think>hi<|im_end|>"
 
 
 def test_thinking_that_the_generation_prompt_opens_is_not_left_out() -> None:
