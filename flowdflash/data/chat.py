@@ -35,6 +35,28 @@ KEPT_KEYS = {
     "thinking": "thinking",
 }
 """Keys of a message that reach the template besides its role, content and tool calls, and under which name."""
+CALL_KEYS = frozenset({"id", "type", "index", "function", "name", "arguments"})
+"""Keys of a tool call that are read, or say nothing."""
+UNREAD_KEYS = {
+    "row": ("system_prompt", "functions", "documents", "image", "images", "videos", "audios"),
+    "message": (
+        "image",
+        "images",
+        "videos",
+        "audios",
+        "audio",
+        "reasoning_details",
+        "thinking_blocks",
+        "thought",
+        "thoughts",
+    ),
+    "content part": ("image", "image_url", "video", "audio"),
+}
+"""Keys that other tools give a meaning to. Left out in silence, a sample would not be what the target saw and wrote."""
+LEARNT_KEYS = {"weight": 1, "train": True, "training": True, "loss": True, "masked": False}
+"""Keys of an answer that say whether it is to be learnt, and what they say if it is."""
+CUT_OFF = {"finish_reason": "length", "stop_reason": "max_tokens"}
+"""How a row says that its last answer was cut off when it was generated."""
 OPTIONS_KEY = "chat_template_kwargs"
 """Key of a row for its own switches of the chat template, under the name that servers have for it."""
 CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools", OPTIONS_KEY})
@@ -97,6 +119,7 @@ def read_conversation(value: Any) -> Conversation:
     """
     if not isinstance(value, dict):
         raise Rejected("row is not an object", f"it is {_kind(value)}")
+    _refuse_unread(value, "row", "the row")
     entries = _entries(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
     system = _text(value, "system", "the row")
@@ -108,19 +131,39 @@ def read_conversation(value: Any) -> Conversation:
 
 
 def unlearnt(row: Mapping[str, Any]) -> frozenset[int]:
-    """Which answers of a row that could be read are not to be learnt: those with ``weight`` 0, by their number.
+    """Which answers of a row that could be read are not to be learnt, by their number.
 
     Raises:
-        Rejected: a weight is neither 0 nor 1, or nothing is to be learnt.
+        Rejected: a key says neither yes nor no, or nothing is to be learnt.
     """
     answers = [(n, e) for n, e in enumerate(_entries(row), 1) if ROLES[_either(e, "role", "from", "")] == "assistant"]
-    for number, entry in answers:
-        if entry.get("weight") not in (None, 0, 1):
-            raise Rejected("`weight` of an answer is neither 0 nor 1", f"message {number} has {entry['weight']!r}")
-    found = frozenset(n for n, (_, entry) in enumerate(answers) if entry.get("weight") == 0)
-    if found and len(found) == len(answers):
-        raise Rejected("no answer is to be learnt", "each has `weight` 0")
+    found = frozenset(n for n, (number, entry) in enumerate(answers) if not _is_learnt(entry, f"message {number}"))
+    if (answers and len(found) == len(answers)) or row.get("weight") == 0:
+        raise Rejected("no answer is to be learnt", "`weight` of the row, or each answer, says so")
     return found
+
+
+def _is_learnt(entry: Mapping[str, Any], where: str) -> bool:
+    if entry.keys() <= PLAIN_KEYS:
+        return True
+    told = {key: entry[key] for key in LEARNT_KEYS if entry.get(key) is not None}
+    for key, value in told.items():
+        if not isinstance(value, bool) and (key != "weight" or value not in (0, 1)):
+            raise Rejected(f"`{key}` of an answer says neither yes nor no", f"{where} has {value!r}")
+    return all(value == LEARNT_KEYS[key] for key, value in told.items())
+
+
+def is_cut_off(row: Mapping[str, Any]) -> bool:
+    """The last answer of a row was cut off when it was generated."""
+    return any(row.get(key) == told for key, told in CUT_OFF.items())
+
+
+def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
+    for key in UNREAD_KEYS[what]:
+        if value.get(key):
+            raise Rejected(
+                f"`{key}` is not read", f"{where} has it, so the sample would not be what the target saw and wrote"
+            )
 
 
 def _entries(value: Mapping[str, Any]) -> Sequence[Any]:
@@ -158,6 +201,7 @@ def _message(entry: Any, number: int) -> Message:
 
 def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> None:
     """What a message has besides its role and content."""
+    _refuse_unread(entry, "message", where)
     if entry.get("function_call") is not None:
         raise Rejected("`function_call` is not supported", f"{where}: write it as `tool_calls`")
     if entry.get("tool_calls"):
@@ -199,6 +243,7 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        _refuse_unread(part, "content part", where)
         return str(part["text"])
     found = f"one of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
     raise Rejected("content part is not text", f"{where} has {found}, and no `text` that is text")
@@ -214,7 +259,15 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Rejected("tool call without a name", where)
-    arguments = function.get("arguments") or {}
+    extra = {key for given in (call, function) for key, held in given.items() if held is not None} - CALL_KEYS
+    if extra or (function is not call and {"name", "arguments"} & call.keys()):
+        found = sorted(extra or {"name", "arguments"} & call.keys())
+        raise Rejected(
+            "tool call with keys that are not read", f"{where}: {', '.join(found)}; it has `name` and `arguments`"
+        )
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)

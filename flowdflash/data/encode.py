@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
-from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, Conversation, read_conversation, unlearnt
+from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, Conversation, is_cut_off, read_conversation, unlearnt
 from flowdflash.data.limit import within_limit
 from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
 from flowdflash.data.rows import TOO_DEEP, Row
@@ -210,7 +210,7 @@ class ChatEncoder:
         self, number: int, row: Mapping[str, Any], conversation: Conversation, rejections: list[Rejection]
     ) -> list[_Draft]:
         skipped, last = unlearnt(row), len(conversation.answers) - 1
-        cut_off = row.get("finish_reason") == "length"
+        cut_off = is_cut_off(row)
         renderings, left = self._template.render(conversation, cut_off=cut_off)
         rejections += [rejection for rejection in left if rejection.turn not in skipped]
         return [

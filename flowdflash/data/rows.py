@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,8 +58,18 @@ def _no_json(name: str) -> Any:
     raise ValueError(f"{name} is no JSON value")
 
 
-parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_json).decode
-"""The value of a JSON text; ValueError for NaN, Infinity and a key that comes twice, which ``json.loads`` lets pass."""
+def _number(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text[:40]} is too large for a number, and no JSON could hold it again")
+    return value
+
+
+parse_json: Callable[[str], Any] = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_no_json, parse_float=_number
+).decode
+"""The value of a JSON text; ValueError for what ``json.loads`` lets pass: NaN, numbers beyond all bounds, and a
+key that comes twice."""
 
 
 class Ending(Enum):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.chat import read_conversation, unlearnt
+from flowdflash.data.chat import is_cut_off, read_conversation, unlearnt
 from flowdflash.data.rejects import Rejected
 from flowdflash.data.turn_order import check_turns
 
@@ -122,13 +122,52 @@ def test_answers_of_weight_zero_are_not_learnt_and_others_are() -> None:
     assert unlearnt(say("a", "b")) == unlearnt(weighted(1.0, None, True)) == frozenset()
     assert unlearnt(weighted(0, 1, 0.0, False)) == {0, 2, 3}
     for weights, why in (
-        ((0.5, 1), "neither 0 nor 1"),
-        (("0",), "neither 0 nor 1"),
-        (([],), "neither 0 nor 1"),
+        ((0.5, 1), "says neither yes nor no"),
+        (("0",), "says neither yes nor no"),
+        (([],), "says neither yes nor no"),
         ((0, 0), "no answer"),
     ):
         with pytest.raises(Rejected, match=why):
             unlearnt(weighted(*weights))
+
+
+def test_other_tools_words_for_an_answer_that_is_not_to_be_learnt_are_obeyed() -> None:
+    for key, no in (("train", False), ("training", False), ("loss", False), ("masked", True)):
+        row = say("a", "b", "c", "d")
+        row["messages"][1][key], row["messages"][3][key] = no, not no
+        assert unlearnt(row) == {0}
+        for odd in (0, 0.0, "no", 1):  # a number is somebody's measurement
+            row["messages"][1][key] = odd
+            with pytest.raises(Rejected, match=f"`{key}` of an answer says neither yes nor no"):
+                unlearnt(row)
+    assert unlearnt({**say("a", "b"), "weight": 0.5}) == frozenset()
+    with pytest.raises(Rejected, match="no answer is to be learnt"):
+        unlearnt({**say("a", "b"), "weight": 0})
+
+
+@pytest.mark.parametrize("told", [{"finish_reason": "length"}, {"stop_reason": "max_tokens"}])
+def test_a_row_says_that_its_last_answer_was_cut_off(told: dict[str, str]) -> None:
+    assert is_cut_off({**say("a", "b"), **told}) and not is_cut_off({**say("a", "b"), **dict.fromkeys(told, "stop")})
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({**say("a", "b"), "system_prompt": "be kind"}, "system_prompt"),
+        ({**say("a", "b"), "functions": [{}]}, "functions"),
+        ({**say("a", "b"), "images": ["1.png"]}, "images"),
+        (answer(reasoning_details=[{"text": "hm"}]), "reasoning_details"),
+        (answer(images=["1.png"]), "images"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": "1.png"}]}]}, "image"),
+    ],
+)
+def test_what_would_change_the_sample_and_is_not_read_rejects_the_row(row: Any, key: str) -> None:
+    assert reason(row) == f"`{key}` is not read"
+
+
+def test_keys_that_are_not_read_do_no_harm_while_they_are_empty() -> None:
+    row = {**say("a", "b"), "images": [], "documents": None, "system_prompt": "", "score": 3}
+    assert read_conversation(row) == read_conversation(say("a", "b"))
 
 
 def test_a_prompt_alone_is_a_question() -> None:
@@ -173,6 +212,18 @@ def test_a_text_part_equals_plain_text() -> None:
         (call("{not json"), "tool call arguments are not JSON"),
         (call("[1]"), "tool call arguments are not an object"),
         (call("null"), "tool call arguments are not an object"),
+        (call([]), "tool call arguments are not an object"),
+        (call(0), "tool call arguments are not an object"),
+        (answer(tool_calls=[{"name": "f", "args": {"a": 1}}]), "tool call with keys that are not read"),
+        (
+            answer(tool_calls=[{"function": {"name": "f", "parameters": {"a": 1}}}]),
+            "tool call with keys that are not read",
+        ),
+        (answer(tool_calls=[{"name": "f", "input": {}}]), "tool call with keys that are not read"),
+        (
+            answer(tool_calls=[{"arguments": {"a": 1}, "function": {"name": "f"}}]),
+            "tool call with keys that are not read",
+        ),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool call outside an assistant turn"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool call without a name"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, "`function_call` is not supported"),

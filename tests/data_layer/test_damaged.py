@@ -129,7 +129,7 @@ SAMPLES: dict[str, tuple[int, Reasons]] = {
         2,
         {
             "no answer is to be learnt": 1,
-            "`weight` of an answer is neither 0 nor 1": 1,
+            "`weight` of an answer says neither yes nor no": 1,
             "template leaves part of the answer out": 1,
             "`thinking` is not text": 1,
             "both `reasoning_content` and `reasoning`": 1,
