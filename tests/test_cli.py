@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from cli_runs import SHORT, TINY, invoke, json_lines, overrides
 
 from flowdflash.cli import COMMANDS
+from flowdflash.stages.synthetic_lengths import SyntheticLengths
 
 FIVE_MISTAKES = f"""\
 version: 1
@@ -434,3 +436,29 @@ def test_a_new_plugin_passes_its_test_and_runs_by_name(tmp_path: Path, cache: Pa
     assert result.exit_code == 0, result.stderr
     assert "type: my_order" in (run / "pipeline.yaml").read_text()
     assert json.loads((run / "outcome.json").read_text())["batches"] == 6
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_full_disk_is_told_in_a_line_with_what_can_be_done(
+    command: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, ctx: Any) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "tokens"))
+
+    monkeypatch.setattr(SyntheticLengths, "open", full)
+    folder = ["--run-dir", tmp_path / "run"] if command == "run" else []
+    result = invoke(command, TINY, *folder, cache=tmp_path)
+    assert result.exit_code == 1 and "Traceback" not in result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and os.strerror(number) in line and str(tmp_path / "tokens") in line
+    assert "FLOWDFLASH_CACHE_DIR" in line
+
+
+def test_another_error_of_the_system_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, ctx: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SyntheticLengths, "open", broken)
+    result = invoke("run", TINY, "--run-dir", tmp_path / "run", cache=tmp_path)
+    assert result.exit_code == 1 and "Traceback" in result.stderr

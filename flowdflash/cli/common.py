@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,15 +79,31 @@ def exit_codes() -> Iterator[None]:
     except FlowdflashError as error:
         say(f"error: {error}", err=True)
         sys.exit(FAILED)
+    except OSError as error:
+        if not (advice := _advice(error)):
+            raise
+        say(f"error: {error}; {advice}", err=True)
+        sys.exit(FAILED)
+
+
+def _advice(error: BaseException) -> str:
+    """What a person can do about an error of the machine; nothing for other errors, which need their traceback."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room, or move the cache (FLOWDFLASH_CACHE_DIR) or the run folder (--run-dir)"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return "see who may read and write there, or name another folder: FLOWDFLASH_CACHE_DIR, --run-dir"
+    return ""
 
 
 def _tell_failure(error: Any) -> None:
     from flowdflash.errors import FlowdflashError
 
     # An error that we raise on purpose says all there is to say; anything else needs its traceback.
-    if not isinstance(error.cause, FlowdflashError):
+    advice = _advice(error.cause)
+    if not (isinstance(error.cause, FlowdflashError) or advice):
         say(error.original_traceback().rstrip("\n"), err=True)
-    say(f"error: {error}", err=True)
+    say(f"error: {error}" + (f"; {advice}" if advice else ""), err=True)
     for later in error.later:
         say(f"  then: {later}", err=True)
     for note in getattr(error, "__notes__", ()):

@@ -56,7 +56,7 @@ class Accounts:
         truncated: samples cut to ``max_length``.
         tokens, supervised_tokens: over all samples.
         turns_without_end_token: supervised turns that the template does not close with a special token.
-        rejected_bad: rows left out for a fault of their own, not for their length.
+        rejected_bad: rows left out, as a whole or a turn of them, for a fault of their own, not for their length.
         first_bad: the first of these, as ``(part, line, rejection)`` in plain values; empty if there is none.
     """
 

@@ -233,7 +233,7 @@ def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool
             decoder, first = _decoder(head, path), True
             for block, cut in _plain(file) if decoder is None else _inflated(file, decoder, path):
                 if first and block:
-                    _refuse_other_format(block[:64], path)
+                    _refuse_other_format(block[:512], path)
                     first = False
                 if progress is not None:
                     progress(file.tell(), size)
@@ -245,6 +245,7 @@ def _blocks(path: Path, progress: Progress | None) -> Iterator[tuple[bytes, bool
 def _refuse_other_format(head: bytes, path: Path) -> None:
     one_nul = len(head) > 1 and head[:2].count(0) == 1  # ASCII in two bytes each
     found = "UTF-16 text; save it as UTF-8" if one_nul else ""
+    found = "a tar archive; unpack it, and name the file inside" if head[257:262] == b"ustar" else found
     found = found or next((told for start, told in OTHER_FORMATS.items() if head.startswith(start)), "")
     if found:
         raise DataInvalid(f"{path}: this is {found}")

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
 from flowdflash.data.align import Mask
 from flowdflash.data.encode import RowResult
@@ -32,6 +32,9 @@ from flowdflash.data.rows import Row
 from flowdflash.data.store_writer import COLUMNS, FORMAT, VOCABULARY, StoreWriter, sync
 from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
+
+PATIENCE_SECS = 1.0
+"""Before a person is told that another run is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +167,19 @@ def open_or_build(
     names: Sequence[str] = (),
     warn: Callable[[str], None] = lambda text: None,
     nbytes: int = 0,
+    unchanged: Callable[[], bool] = lambda: True,
 ) -> TokenStore:
     """The store of a key in ``folder``, built from ``rows()`` unless it is there. Safe between runs and machines.
 
     ``nbytes`` is about the size of the rows, so that a large build begins with all cores; 0 if it is not known.
+    ``unchanged`` is asked after a build whether the rows are still those of the key.
+
+    Raises:
+        DataInvalid: they are not.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / key
-    with FileLock(folder / f"{key}.lock"):
+    place, told = folder / key, ", ".join(names)
+    with _held(FileLock(folder / f"{key}.lock"), told, warn):
         if place.exists():
             try:
                 return TokenStore(place, names)
@@ -184,11 +192,27 @@ def open_or_build(
             building.mkdir()
             encode = partial(_encode, encoder, Places(tuple(names)))
             _build(building, key, encoded(rows(), encode, warn, nbytes))
+            if not unchanged():
+                raise DataInvalid(f"{told}: changed while it was read; start again when nobody writes to it any more")
             building.replace(place)
             sync(folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
         return TokenStore(place, names)
+
+
+@contextmanager
+def _held(lock: BaseFileLock, told: str, warn: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock; say so if another run has to be waited for."""
+    try:
+        lock.acquire(timeout=PATIENCE_SECS)
+    except Timeout:
+        warn(f"another run prepares the tokens of {told}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _encode(encoder: Encoder, where: Callable[[Row], str], rows: Sequence[Row]) -> Packed:

@@ -66,15 +66,15 @@ class StoreWriter:
                 self._add_rejection(rows[number], rejection)
             if counts[number]:
                 books.samples_rejected.update(rejection.reason for rejection in rejections)
-            else:
-                self._count_rejected(rows[number], rejections)
+            self._count_rejected(rows[number], rejections, kept=bool(counts[number]))
         self._add_samples(rows, results)
 
-    def _count_rejected(self, row: Row, rejections: Sequence[Rejection]) -> None:
-        """A row goes under one reason: a fault of its own before its length."""
+    def _count_rejected(self, row: Row, rejections: Sequence[Rejection], *, kept: bool) -> None:
+        """A row that gave nothing goes under one reason: a fault of its own before its length."""
         books = self.accounts
         bad = next((rejection for rejection in rejections if rejection.reason not in LENGTH_REASONS), None)
-        books.rejected[(bad or rejections[0]).reason] += 1
+        if not kept:
+            books.rejected[(bad or rejections[0]).reason] += 1
         if bad is not None:
             books.rejected_bad += 1
             books.first_bad = books.first_bad or (row.part, row.line, str(bad).encode("utf-8", "replace").decode())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +65,7 @@ class StoredSource(Source):
         config, name = self.config, self._input.name
         encoder = self._encoder(ctx)
         selection = {"selection": self._input.selection} if self._input.selection else {}
+        before = _states(self._input.files)
         key = store_key(encoder, self._input.files, limit_rows=config.limit_rows, **selection)
         told = f"{ctx.stage}: tokens of {Path(name).name} ({self._input.unit})"
         self._store = open_or_build(
@@ -74,6 +76,7 @@ class StoredSource(Source):
             names=[name],
             warn=ctx.report.warn,
             nbytes=0 if config.limit_rows else sum(file.stat().st_size for file in self._input.files),
+            unchanged=lambda: _states(self._input.files) == before,
         )
         rejects = ctx.run_dir / ctx.stage / "rejects.jsonl"
         self._store.write_rejects(rejects)
@@ -104,6 +107,7 @@ class StoredSource(Source):
         report.info(
             f"{Path(self._input.name).name}: {books.rows_read} rows, {books.rows_kept} kept, {books.samples} samples, "
             f"{books.tokens} tokens, {books.supervised_share:.1%} supervised"
+            + (f"; {books.rows_other_split} rows are in the other part of the split" if books.rows_other_split else "")
         )
         if books.rows_rejected:
             report.warn(f"{books.rows_rejected} rows rejected ({_counted(books.rejected)}); see {rejects}")
@@ -202,12 +206,27 @@ class StoredSource(Source):
         return {**plain, "rejected": dict(books.rejected), "samples_rejected": dict(books.samples_rejected)}
 
 
+def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    """Of each file what changes when it is written to, or replaced."""
+    found = []
+    for file in files:
+        with suppress(OSError):  # it will be told by whoever reads it
+            stat = file.stat()
+            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
 def check_file(check: Check, path: Path, format: str) -> dict[str, Any]:
     """Refuse an option ``path`` that names no file. Gives the fact of it."""
-    if not path.is_file():
-        found = "is a pipe or a device, but it is read more than once" if path.exists() else "does not exist"
-        found = "is a folder" if path.is_dir() else found
-        check.refuse("path", f"{path} {found}", f"name a {format} file, relative to the folder of the pipeline file")
+    found, hint = "", f"name a {format} file, relative to the folder of the pipeline file"
+    try:
+        if not path.is_file():
+            found = "is a pipe or a device, but it is read more than once" if path.exists() else "does not exist"
+            found = "is a folder" if path.is_dir() else found
+    except OSError as error:
+        found, hint = f"cannot be read: {error.strerror or error}", "see who may look into its folder"
+    if found:
+        check.refuse("path", f"{path} {found}", hint)
     return {"files": (path.resolve(),)}
 
 

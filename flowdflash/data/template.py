@@ -24,6 +24,8 @@ from flowdflash.data.reading import Reading, reading_of
 from flowdflash.data.rejects import Rejected, Rejection
 from flowdflash.errors import ModelInvalid
 
+SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
+"""What a template reads that is no switch."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDERING = threading.Lock()
 """transformers keeps one copy of a template per process, and in it the place where it follows generation marks."""
@@ -129,6 +131,7 @@ class ChatTemplate:
                 f"{name} has no chat template, so there is no telling what the target would be asked; "
                 "use the tokenizer of an instruction-tuned model"
             ) from error
+        self._check_switches(options, getattr(tokenizer, "name_or_path", ""))
         self._readings = {with_tools: self._reading(with_tools) for with_tools in self._templates}
         self._probe()
 
@@ -263,6 +266,15 @@ class ChatTemplate:
             raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
         return text, tuple((int(start), int(end)) for start, end in spans[0]) if marked else None
 
+    def _check_switches(self, options: Mapping[str, Any], name: str) -> None:
+        read = [switches for template, _ in self._templates.values() if (switches := _variables(template)) is not None]
+        known = set().union(*read)
+        for option in sorted(set(options) - known) if read else ():
+            own = ", ".join(sorted(known - SUPPLIED - set(self._variables) | (known & set(options)))) or "none"
+            raise ModelInvalid(
+                f"template_options: the chat template of {name or 'the target'} does not read {option}; it reads {own}"
+            )
+
     def _as_read(self, conversation: Conversation) -> Conversation:
         reading = self._readings[bool(conversation.tools)]
         return replace(conversation, messages=reading.of(conversation.messages))
@@ -327,6 +339,22 @@ def _prepare(template: str) -> None:
         if compiler is not None:
             compiled = compiler(template)
             compiled.globals = dict(compiled.globals)
+
+
+def _variables(template: str) -> set[str] | None:
+    """Names that a template reads and does not set itself; None where there is no telling."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils import chat_template_utils
+
+    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
+    try:
+        return (
+            None
+            if compiler is None
+            else set(meta.find_undeclared_variables(compiler(template).environment.parse(template)))
+        )
+    except TemplateError:
+        return None  # it will be told of each row
 
 
 @lru_cache(maxsize=64)

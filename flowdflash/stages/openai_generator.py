@@ -259,7 +259,7 @@ class OpenAIGenerator(Generator):
             if not (isinstance(text, str) and isinstance(reasoning, str)):
                 raise TypeError("content is not text")
             self._counts["prompt_tokens"] += int(usage.get("prompt_tokens") or 0)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return f"{self._said(response)}: no chat completion with usage ({error!r})"
         if message.get("tool_calls"):
             return Answer("", tokens, rejected="answered by a tool call")

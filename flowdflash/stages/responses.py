@@ -56,6 +56,10 @@ class Responses(Sink):
         """The name must be one that a chat source reads."""
         if not self.config.path.name.endswith((".jsonl", ".jsonl.gz")):
             check.refuse("path", f"{self.config.path.name} is no .jsonl or .jsonl.gz file", "name it responses.jsonl")
+        if self.config.path.resolve() in check.facts.get("files", ()):
+            check.refuse(
+                "path", "the prompts are read from this file, and the answers would replace it", "name another"
+            )
         return {}
 
     def open(self, ctx: OpenContext) -> None:
@@ -127,10 +131,14 @@ class Responses(Sink):
         if len(partial.batches) < self._expected:
             return
         partial.write_dropped(self._rejects)
+        if not self._counts[""]:
+            why = ", ".join(f"{reason} {count}" for reason, count in self._counts.most_common())
+            raise DataInvalid(
+                f"every response was dropped ({why}; see {self._rejects}), so {self.config.path} is not written; "
+                f"to ask again, change what is asked or whom, and delete {partial.path}"
+            )
         partial.complete()
         self._written = str(self.config.path)
-        if not self._counts[""]:
-            self._report.warn(f"{self._written} is empty: every response was dropped; see {self._rejects}")
 
     def close(self) -> None:
         """Leave what there is for the run that goes on."""

@@ -129,4 +129,6 @@ def _answer(tokens: list[int], tokenizer: Any, stops: Sequence[int]) -> Answer:
     if inside:  # as text it would be markup, and without it the template could not write the answer again
         return Answer("", count, rejected="special token inside the answer", detail=inside)
     text = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Answer(text, count, "length" if end is None else "stop")
+    if end is None:
+        return Answer(text.rstrip("\ufffd"), count, "length")  # it may end inside a character
+    return Answer(text, count, "stop")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from flowdflash.data import stored
 from flowdflash.data.rejects import UNSUPERVISED_AFTER_CUT
 from flowdflash.errors import DataInvalid, ModelInvalid
 from flowdflash.stage import Check
 from flowdflash.stages.chat_jsonl import ChatJsonl
 
-from .fixtures import END, T_GEN, T_THINK, f_row, make_tokenizer, say, write_rows
+from .fixtures import END, T_GEN, T_PLAIN, T_THINK, f_row, make_tokenizer, say, write_rows
 
 Open = Callable[..., ChatJsonl]
 GOOD = [say("hi", "hello"), say("one", "two", "three", "four"), say("é", "👍")]
@@ -288,3 +289,61 @@ def test_importing_the_sources_loads_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110)
     assert done.stdout.strip() == "[]"
+
+
+def test_on_bad_row_error_takes_a_turn_with_a_fault_for_a_bad_row(open_source: Callable[..., ChatJsonl]) -> None:
+    opened = T_PLAIN.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    rows = [say("a", "b", "c", "<think>\nhm</think>d")]
+    assert open_source(rows, opened).summary()["samples_rejected"] == {
+        "generation prompt is no prefix of the answer": 1
+    }
+    with pytest.raises(DataInvalid, match=r"rows\.jsonl:1: generation prompt is no prefix"):
+        open_source(rows, opened, on_bad_row="error")
+
+
+def test_rows_of_the_other_part_are_told_of(open_source: Callable[..., ChatJsonl]) -> None:
+    source = open_source([say(f"q{n}", "a") for n in range(9)], split="train", held_out_rows=4)
+    (line,) = source.report.lines  # type: ignore[attr-defined]
+    assert line.startswith("rows.jsonl: 9 rows, 5 kept") and line.endswith("4 rows are in the other part of the split")
+
+
+def test_file_that_is_written_to_while_it_is_read_is_no_data_of_its_key(
+    tmp_path: Path, open_source: Callable[..., ChatJsonl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("a", "b")] * 3)
+    before = path.read_bytes()
+    hashed = stored.store_key
+
+    def written_to(*arguments: Any, **options: Any) -> str:
+        key = hashed(*arguments, **options)
+        path.write_bytes(before * 2)
+        return key
+
+    monkeypatch.setattr(stored, "store_key", written_to)
+    with pytest.raises(DataInvalid, match="changed while it was read"):
+        open_source(path)
+    monkeypatch.undo()
+    path.write_bytes(before)
+    assert open_source(path).summary()["rows_read"] == 3
+
+
+def test_file_in_a_folder_that_nobody_may_look_into_is_no_fault_of_a_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    check = Check("corpus")
+    stored.check_file(check, tmp_path / "rows.jsonl", "JSONL")
+    (problem,) = check.problems
+    assert (problem.path, "Permission denied" in problem.message) == ("path", True)
+
+
+def test_switch_that_the_template_does_not_read_is_refused(open_source: Callable[..., ChatJsonl]) -> None:
+    switched = "{% if thinking %}{{ style }}{% endif %}" + T_PLAIN
+    with pytest.raises(ModelInvalid, match=r"does not read thinkng; it reads style, thinking$"):
+        open_source([say("a", "b")], switched, template_options={"thinkng": False})
+    with pytest.raises(ModelInvalid, match=r"does not read thinking; it reads none$"):
+        open_source([say("a", "b")], template_options={"thinking": False})
+    assert open_source([say("a", "b")], switched, template_options={"thinking": True, "style": "x"})

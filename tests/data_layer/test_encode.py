@@ -394,7 +394,7 @@ def test_fingerprint_changes_with_template_tokenizer_and_options() -> None:
         print_of(make_tokenizer(T_GEN)),
         print_of(make_tokenizer(merges=(("a", "b"),))),
         print_of(make_tokenizer(), max_length=7),
-        print_of(make_tokenizer(), template_options={"thinking": False}),
+        print_of(make_tokenizer(T_EMPTY_THINK), template_options={"thinking": False}),
     ]
     assert len(set(prints)) == len(prints)
     assert prints[0] == print_of(make_tokenizer())

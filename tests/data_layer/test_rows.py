@@ -117,8 +117,8 @@ def test_faults_of_a_line_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_json_loads_lets_pass_without_a_word_is_a_fault(tmp_path: Path) -> None:
-    rows = read(tmp_path, b'{"a": NaN}\n{"a": -Infinity}\n{"a": {"b": 1, "b": 2}}\n{"a": 1}\n')
-    assert [row.problem for row in rows] == [NOT_JSON, NOT_JSON, DUPLICATE_KEY, ""]
+    rows = read(tmp_path, b'{"a": NaN}\n{"a": -Infinity}\n{"a": {"b": 1, "b": 2}}\n{"a": -1e400}\n{"a": 1e300}\n')
+    assert [row.problem for row in rows] == [NOT_JSON, NOT_JSON, DUPLICATE_KEY, NOT_JSON, ""]
     assert [row.detail for row in rows[:3]] == ["NaN is no JSON value", "-Infinity is no JSON value", "'b'"]
 
 
@@ -141,6 +141,7 @@ def test_a_line_without_an_end_is_named_and_not_kept(tmp_path: Path, monkeypatch
     [
         (bz2.compress(THREE), "a bzip2 file"),
         (lzma.compress(THREE), "an xz file"),
+        (THREE.ljust(257, b"\0")[:257] + b"ustar" + THREE, "a tar archive"),
         (b"PK\x03\x04...", "a zip file"),
         (b"ARROW1\0\0", "an Arrow file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer to a file in Git LFS"),

@@ -3,19 +3,22 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdflash.data import rows as rows_module
+from flowdflash.data import store as module
 from flowdflash.data.encode import RowResult, Sample
 from flowdflash.data.rejects import TOO_LONG, Accounts, Rejection
 from flowdflash.data.rows import Row
 from flowdflash.data.store import TokenStore, open_or_build, store_key
-from flowdflash.errors import FlowdflashError
+from flowdflash.errors import DataInvalid, FlowdflashError
 
 
 class Lengths:
@@ -226,3 +229,40 @@ def test_chunking_never_changes_the_store(
     assert cut.accounts.rows_read == len(values)
     assert (folder / "cut" / "ids.bin").read_bytes() == (folder / "whole" / "ids.bin").read_bytes()
     assert (folder / "cut" / "rejects.jsonl").read_bytes() == (folder / "whole" / "rejects.jsonl").read_bytes()
+
+
+def test_file_that_changes_while_it_is_read_leaves_no_store(tmp_path: Path) -> None:
+    with pytest.raises(DataInvalid, match=r"a\.jsonl: changed while it was read"):
+        build(tmp_path, [[3]], unchanged=lambda: False)
+    assert [path.suffix for path in tmp_path.iterdir()] in ([], [".lock"])
+    assert len(build(tmp_path, [[3]], unchanged=lambda: True)) == 1
+    assert len(build(tmp_path, [[4]], unchanged=lambda: False)) == 1, "what is there was read from the bytes of its key"
+
+
+def test_a_run_that_waits_for_the_tokens_of_another_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECS", 0.01)
+    told, waiting = [], threading.Event()
+
+    def warn(text: str) -> None:
+        told.append(text)
+        waiting.set()
+
+    with FileLock(tmp_path / "k.lock"):
+        thread = threading.Thread(target=build, args=(tmp_path, [[3]]), kwargs={"warn": warn})
+        thread.start()
+        assert waiting.wait(10)
+    thread.join(10)
+    assert not thread.is_alive() and told == ["another run prepares the tokens of a.jsonl; waiting for it"]
+
+
+def test_a_turn_with_a_fault_of_its_own_makes_its_row_a_bad_one_though_it_is_kept(tmp_path: Path) -> None:
+    class Faulty(Lengths):
+        def _one(self, row: Row) -> RowResult:
+            done = super()._one(row)
+            return RowResult(done.samples, tuple(replace(left, reason="odd") for left in done.rejections))
+
+    rows = rows_of([[3], [2, 0], [0]])
+    store = open_or_build(tmp_path, "k", lambda: rows, Faulty(), names=["a.jsonl"])
+    books = store.accounts
+    assert (books.rows_kept, books.rows_rejected, books.rejected_bad) == (2, 1, 2)
+    assert store.first_bad() == "a.jsonl:2: odd: too big"

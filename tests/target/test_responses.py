@@ -279,3 +279,25 @@ def test_two_runs_never_write_one_file(tmp_path: Path) -> None:
 def test_a_streaming_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataInvalid, match="streaming"):
         opened(tmp_path / "out.jsonl", tmp_path, batches=0)
+
+
+def test_a_file_is_not_replaced_by_no_answer_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    written(path, tmp_path, [generated(0, ["a"])])
+    before = path.read_bytes()
+    for _ in range(2):  # and again when the run goes on
+        with pytest.raises(DataInvalid, match=r"every response was dropped \(empty 2; see .*rejects.jsonl\)"):
+            written(path, tmp_path, [generated(0, ["", " "])], overwrite=True, batches=1)
+        assert path.read_bytes() == before
+        assert [entry["reason"] for entry in rejects(tmp_path)] == ["empty", "empty"]
+
+
+def test_answers_never_replace_the_prompts_that_they_are_made_from(tmp_path: Path) -> None:
+    prompts, link = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("{}\n")
+    link.symlink_to(prompts)
+    facts = {"files": (prompts.resolve(),)}
+    for path in (prompts, link):
+        ((place, message),) = problems(sink(path, overwrite=True), **facts)[0]
+        assert place == "path" and "would replace it" in message
+    assert problems(sink(tmp_path / "other.jsonl"), **facts)[0] == []

@@ -69,6 +69,8 @@ def test_89_output_is_cut_by_position_not_by_value(cache: Path) -> None:
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hi", 3, "stop")
     answer = _answer([72, 32, 44, 105], tokenizer, (258,))
     assert (answer.text, answer.tokens, answer.finish_reason) == ("H ,i", 4, "length")
+    answer = _answer([72, *"é".encode()[:1]], tokenizer, (258,))
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("H", 2, "length"), "cut inside a character"
 
 
 def test_an_answer_with_a_special_token_inside_is_rejected_and_not_written_without_it(cache: Path) -> None:
