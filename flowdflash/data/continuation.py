@@ -33,6 +33,7 @@ def after_prompt(
     messages: Sequence[Message],
     bare: Callable[[], str],
     other: Callable[[], str],
+    ending: str,
 ) -> tuple[str, int] | None:
     """What the target writes after a prompt that ``text`` does not begin with; None where that cannot be told.
 
@@ -42,13 +43,14 @@ def after_prompt(
         messages: of the conversation, the answer being the last.
         bare: gives the prompt without the header that asks for an answer.
         other: gives the text with ``ANSWER`` as the answer.
+        ending: what the template writes behind an answer.
 
     Returns:
         What is written, and where it stands in ``text``; -1 if it does not.
     """
     *before, message = messages
     if opened := OPENED.search(prompt):
-        written = word_by_word(opened, text, message)
+        written = word_by_word(opened, text, message, ending)
         return None if written is None else (written, -1)
     rendered, content = bare(), message["content"].lstrip()
     header = prompt[len(rendered) :] if prompt.startswith(rendered) else ""
@@ -63,21 +65,24 @@ def own_words(content: str, opened: re.Match[str] | None) -> str:
     """An answer as the target wrote it, without what its prompt has written of it already."""
     thought = content.lstrip()
     if opened and thought.startswith("<think>"):
-        return thought.removeprefix("<think>").removeprefix(opened[1])
+        thought = thought.removeprefix("<think>")
+        return thought[common(thought, opened[1]) :]
     return content
 
 
-def word_by_word(opened: re.Match[str], text: str, message: Message) -> str | None:
+def word_by_word(opened: re.Match[str], text: str, message: Message, ending: str) -> str | None:
     """An answer that goes on with the thought that its prompt has begun, and the ending that the template gives it.
 
     None where it does not go on with one.
     """
     content = message["content"]
     visible = content.rpartition("</think>")[2].strip()
-    place = text.rfind(visible) if visible else -1
-    if len(message) > 2 or place < 0 or "</think>" not in content:
+    body = text.removesuffix(ending)
+    if len(message) > 2 or "</think>" not in content or body == text or not visible:
         return None
-    return own_words(content, opened).rstrip() + text[place + len(visible) :]
+    if not body.rstrip().endswith(visible):
+        return None
+    return own_words(content, opened).rstrip() + body[len(body.rstrip()) :] + ending
 
 
 def _after_header(header: str, text: str, other: str, before: Sequence[Message]) -> int | None:

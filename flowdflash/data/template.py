@@ -26,6 +26,7 @@ from flowdflash.errors import ModelInvalid
 
 SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
 """What a template reads that is no switch."""
+MARK = re.compile(r"\s*(<[^<>\s]+>)")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDERING = threading.Lock()
 """transformers keeps one copy of a template per process, and in it the place where it follows generation marks."""
@@ -119,7 +120,7 @@ class ChatTemplate:
         self._stops: tuple[str, ...] = getattr(tokenizer, "generation_stops", ())
         self._certain = {*self._stops, *([str(tokenizer.eos_token)] if tokenizer.eos_token else ())}
         self._suffix: str | None = None
-        self._header = ""
+        self._header = self._closing = ""
         try:
             for with_tools in (False, True):
                 template = tokenizer.get_chat_template(tools=[] if with_tools else None)
@@ -197,11 +198,15 @@ class ChatTemplate:
         prompt, _ = self._render(conversation, messages[:-1], prompt=True)
         text, spans = self._render(conversation, messages)
         content, opened = messages[-1]["content"], OPENED.search(prompt)
+        if self._closing and content.rstrip().endswith(self._closing):
+            raise Rejected("markup in content", f"{self._closing}, which the template writes behind every answer")
         if cut_off and len(messages[-1]) == 2 and (opened or "<think>" in content or not text.startswith(prompt)):
             whole = prompt + own_words(content, opened)  # a template would end the thought, or take it for an answer
             return _Answer(whole, (Turn(len(prompt), len(prompt), len(whole), True),), number, as_rendered=False)
+        if content.lstrip().startswith("<think>") and "</think>" not in content:
+            raise Rejected("thought without an end", "if it was cut off, the row's finish_reason is length")
         written, at = self._written(conversation, prompt, text, messages)
-        if opened and (own := word_by_word(opened, text, messages[-1])) not in (None, written):
+        if opened and (own := word_by_word(opened, text, messages[-1], self._suffix or "")) not in (None, written):
             written, at = str(own), -1
         if (empty := EMPTY_THINKING.match(written)) and written.startswith("<think>", empty.end()):
             written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
@@ -237,6 +242,7 @@ class ChatTemplate:
             messages,
             lambda: self._render(conversation, messages[:-1])[0],
             lambda: self._render(conversation, (*messages[:-1], probe))[0],
+            self._suffix or "",
         )
         if found is None:
             raise Rejected(
@@ -305,6 +311,8 @@ class ChatTemplate:
             )
         if answer in text:
             self._suffix = text.rpartition(answer)[2]
+            mark = MARK.match(self._suffix)
+            self._closing = mark[1] if mark else ""
 
     def _turn_end(self, text: str, start: int) -> tuple[int, bool]:
         """Where an answer ends, and whether with a special token; ``text`` ends with its turn.

@@ -153,6 +153,8 @@ T_THINKS_AND_OPENS = T_THINKS.replace("assistant\n' }}{% endif", "assistant\n<th
 def test_a_thought_that_was_cut_off_is_as_it_was_generated(template: str, content: str) -> None:
     row = {**say("hi", content), "finish_reason": "length"}
     prompt = make_tokenizer().decode(served(row, template, 1))
+    if "</think>" not in content:
+        assert reasons(encode([say("hi", content)], template)[0]) == ["thought without an end"]
     check_samples(
         encode([row], template)[0], row, template, [content.removeprefix("<think>\n" * prompt.endswith("<think>\n"))]
     )
@@ -192,6 +194,19 @@ def test_a_prompt_that_says_that_there_is_no_thought_is_served_so(template: str)
     result, thinking = encode([row, say("hi", "<think>hm</think>hello")], template)
     check_samples(result, row, template, ["hello<|im_end|>", "ciao<|im_end|>"])
     assert reasons(thinking) == ["generation prompt is no prefix of the answer"]
+
+
+def test_a_short_answer_is_not_looked_for_in_the_name_of_a_special_token() -> None:
+    spaced = T_OPENS_AND_CUTS.replace("<think>\n' }}{% endif", "<think>\n\n' }}{% endif")
+    row = say("hi", "<think>\nhm</think>d")
+    check_samples(encode([row], spaced)[0], row, spaced, ["hm</think>d<|im_end|>"])
+
+
+def test_an_answer_that_brings_the_mark_along_that_the_template_writes_behind_it_is_rejected() -> None:
+    twice = T_PLAIN.replace("<|im_end|>", "<|END|><|im_end|>")
+    good, bad = encode([say("hi", "<|END|> hello"), say("hi", "hello<|END|>\n")], twice)
+    assert taught(only(good)) == "<|END|> hello<|END|><|im_end|>"
+    assert reasons(bad) == ["markup in content"]
 
 
 def test_what_follows_every_last_message_is_never_supervised() -> None:
