@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flowdflash.data.chat import Conversation
 from flowdflash.data.rejects import Rejected
-from flowdflash.data.template import Rendering, Turn, special_names
+from flowdflash.data.rendering import Rendering, Turn, special_names
 from flowdflash.errors import DataInvalid
 
 Ids = NDArray[np.int32]

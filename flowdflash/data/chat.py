@@ -53,10 +53,6 @@ UNREAD_KEYS = {
     "content part": ("image", "image_url", "video", "audio"),
 }
 """Keys that other tools give a meaning to. Left out in silence, a sample would not be what the target saw and wrote."""
-LEARNT_KEYS = {"weight": 1, "train": True, "training": True, "loss": True, "masked": False}
-"""Keys of an answer that say whether it is to be learnt, and what they say if it is."""
-CUT_OFF = {"finish_reason": "length", "stop_reason": "max_tokens"}
-"""How a row says that its last answer was cut off when it was generated."""
 OPTIONS_KEY = "chat_template_kwargs"
 """Key of a row for its own switches of the chat template, under the name that servers have for it."""
 CONVERSATION_KEYS = frozenset({"messages", "conversations", "system", "tools", OPTIONS_KEY})
@@ -120,7 +116,7 @@ def read_conversation(value: Any) -> Conversation:
     if not isinstance(value, dict):
         raise Rejected("row is not an object", f"it is {_kind(value)}")
     _refuse_unread(value, "row", "the row")
-    entries = _entries(value)
+    entries = entries_of(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
     system = _text(value, "system", "the row")
     if system.strip():
@@ -128,34 +124,6 @@ def read_conversation(value: Any) -> Conversation:
             raise Rejected("two system prompts", "`system` of the row and the first message")
         messages.insert(0, {"role": "system", "content": system})
     return _mended(Conversation(tuple(messages), _tools(value), _options(value)))
-
-
-def unlearnt(row: Mapping[str, Any]) -> frozenset[int]:
-    """Which answers of a row that could be read are not to be learnt, by their number.
-
-    Raises:
-        Rejected: a key says neither yes nor no, or nothing is to be learnt.
-    """
-    answers = [(n, e) for n, e in enumerate(_entries(row), 1) if ROLES[_either(e, "role", "from", "")] == "assistant"]
-    found = frozenset(n for n, (number, entry) in enumerate(answers) if not _is_learnt(entry, f"message {number}"))
-    if (answers and len(found) == len(answers)) or row.get("weight") == 0:
-        raise Rejected("no answer is to be learnt", "`weight` of the row, or each answer, says so")
-    return found
-
-
-def _is_learnt(entry: Mapping[str, Any], where: str) -> bool:
-    if entry.keys() <= PLAIN_KEYS:
-        return True
-    told = {key: entry[key] for key in LEARNT_KEYS if entry.get(key) is not None}
-    for key, value in told.items():
-        if not isinstance(value, bool) and (key != "weight" or value not in (0, 1)):
-            raise Rejected(f"`{key}` of an answer says neither yes nor no", f"{where} has {value!r}")
-    return all(value == LEARNT_KEYS[key] for key, value in told.items())
-
-
-def is_cut_off(row: Mapping[str, Any]) -> bool:
-    """The last answer of a row was cut off when it was generated."""
-    return any(row.get(key) == told for key, told in CUT_OFF.items())
 
 
 def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
@@ -166,7 +134,12 @@ def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
             )
 
 
-def _entries(value: Mapping[str, Any]) -> Sequence[Any]:
+def entries_of(value: Mapping[str, Any]) -> Sequence[Any]:
+    """The messages of a row, as they are written.
+
+    Raises:
+        Rejected: there are none, or it is not clear which.
+    """
     named = [name for name in ("messages", "conversations") if name in value]
     filled = [name for name in named if value[name] is not None]
     if len(filled) > 1:
@@ -187,11 +160,11 @@ def _message(entry: Any, number: int) -> Message:
     where = f"message {number + 1}"
     if not isinstance(entry, dict):
         raise Rejected("message is not an object", f"{where} is {_kind(entry)}")
-    name = _either(entry, "role", "from", where)
+    name = either(entry, "role", "from", where)
     if not isinstance(name, str) or name not in ROLES:
         raise Rejected("unknown role", f"{where} has {name!r}, which is none of {', '.join(ROLES)}")
     role = ROLES[name]
-    message: dict[str, Any] = {"role": role, "content": _content(_either(entry, "content", "value", where), where)}
+    message: dict[str, Any] = {"role": role, "content": _content(either(entry, "content", "value", where), where)}
     if not entry.keys() <= PLAIN_KEYS:
         _add_more(message, entry, where)
     if role in ("user", "assistant") and not message.get("tool_calls") and not message["content"].strip():
@@ -213,7 +186,7 @@ def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> 
             raise Rejected(f"both `{kept}` and `{key}`", f"{where}: keep one of them")
 
 
-def _either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
+def either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
     """What a message has under one of two names. Columns of a table have both, one of them null."""
     filled = [key for key in (name, other) if entry.get(key) is not None]
     if len(filled) > 1:

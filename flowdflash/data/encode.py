@@ -17,12 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from flowdflash.data.align import AlignedText, Ids, Mask, Specials, tokenise
-from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, Conversation, is_cut_off, read_conversation, unlearnt
+from flowdflash.data.chat import CONVERSATION_KEYS, OPTIONS_KEY, Conversation, read_conversation
+from flowdflash.data.learnt import is_cut_off, unlearnt
 from flowdflash.data.limit import within_limit
 from flowdflash.data.rejects import TOO_LONG, Rejected, Rejection
+from flowdflash.data.rendering import Rendering
 from flowdflash.data.rows import TOO_DEEP, Row
 from flowdflash.data.split import Split
-from flowdflash.data.template import ChatTemplate, Rendering
+from flowdflash.data.template import ChatTemplate
 from flowdflash.data.turn_order import check_turns, questions
 from flowdflash.errors import ModelInvalid
 

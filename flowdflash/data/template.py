@@ -12,16 +12,17 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import lru_cache
 from typing import Any
 
+from flowdflash.data.answer import EMPTY_THINKING, left_out, template_thinking
 from flowdflash.data.chat import Conversation, Message
+from flowdflash.data.compiled import prepare, variables
 from flowdflash.data.continuation import ANSWER, MOST_CHARS, OPENED, after_prompt, common, own_words, word_by_word
 from flowdflash.data.reading import Reading, reading_of
 from flowdflash.data.rejects import Rejected, Rejection
+from flowdflash.data.rendering import Marks, Rendering, Turn, first_special, fitted, special_names
 from flowdflash.errors import ModelInvalid
 
 SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
@@ -32,49 +33,6 @@ RENDERING = threading.Lock()
 """transformers keeps one copy of a template per process, and in it the place where it follows generation marks."""
 DATE = date(2025, 1, 1)
 """Today, for a template that writes the date: the same rows give the same tokens on any day."""
-EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
-CLOSED_THINKING = re.compile(r"\s*</think>\s*")
-OPENED_THINKING = re.compile(r"\s*<think>(\s*</think>)?")
-"""What a generation prompt may have written of an answer already."""
-
-
-Marks = tuple[tuple[int, int], ...] | None
-"""Spans in generation marks; None where nobody looks at them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One supervised assistant turn, in characters of its rendering.
-
-    Attributes:
-        prompt_end: where the generation prompt ends; the target writes from here.
-        start: where supervision starts: later than ``prompt_end`` if the template puts in an empty think block, or ends
-            one that its generation prompt has begun.
-        end: where it ends: after the end-of-turn token.
-        closed: a special token is the end-of-turn token; without one, ``end`` is the end of the answer.
-    """
-
-    prompt_end: int
-    start: int
-    end: int
-    closed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """The text of one sample.
-
-    Attributes:
-        text: rendered conversation.
-        turns: supervised turns, in order.
-        turn: the assistant turn that this sample stands for, from 0; -1 for all turns of the row.
-        marks: spans in the template's generation marks; None where it has none.
-    """
-
-    text: str
-    turns: tuple[Turn, ...]
-    turn: int = -1
-    marks: Marks = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +83,7 @@ class ChatTemplate:
             for with_tools in (False, True):
                 template = tokenizer.get_chat_template(tools=[] if with_tools else None)
                 self._templates[with_tools] = template, marks and MARKS.search(template) is not None
-                _prepare(template)
+                prepare(template)
         except ValueError as error:
             name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
             raise ModelInvalid(
@@ -139,7 +97,7 @@ class ChatTemplate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for template, _ in self._templates.values():
-            _prepare(template)
+            prepare(template)
 
     def prompt(self, conversation: Conversation) -> str:
         """What serving hands to the target: the messages and the generation prompt.
@@ -176,21 +134,8 @@ class ChatTemplate:
         # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
         if not left and all(each.as_rendered and full.startswith(each.text[: each.turns[0].end]) for each in answers):
             turns = tuple(each.turns[0] for each in answers)
-            return [Rendering(full, turns, marks=self._fitted(answers[-1].marks, full, turns))], left
-        return [replace(each, marks=self._fitted(each.marks, each.text, each.turns)) for each in answers], left
-
-    def _fitted(self, marks: Marks, text: str, turns: Sequence[Turn]) -> Marks:
-        """Marks, less what the mask has not of an answer for good reasons: its header, an empty thought in front of it,
-        white space behind its end-of-turn token."""
-        fitted = list(marks or ())
-        for n, (start, end) in enumerate(fitted):
-            for turn in turns:
-                header = max(turn.prompt_end - len(self._header), 0)
-                supplied = start >= turn.prompt_end or self._header.endswith(text[start : turn.prompt_end])
-                if header <= start <= turn.start < end and supplied:
-                    behind = end <= turn.end or text[turn.end : end].isspace()
-                    fitted[n] = turn.start, min(end, turn.end) if behind else end
-        return None if marks is None else tuple(fitted)
+            return [Rendering(full, turns, marks=fitted(answers[-1].marks, full, turns, self._header))], left
+        return [replace(each, marks=fitted(each.marks, each.text, each.turns, self._header)) for each in answers], left
 
     def _answer(self, conversation: Conversation, number: int, place: int, cut_off: bool) -> _Answer:
         """The rendering of one answer, with all that stands before it."""
@@ -212,9 +157,9 @@ class ChatTemplate:
             written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
         if opened and ("</think>" not in written or written.lstrip().startswith("<think>")):
             raise Rejected("no thought where the generation prompt begins one", f"the prompt ends in {prompt[-40:]!r}")
-        if missing := _left_out(written, messages[-1]):
+        if missing := left_out(written, messages[-1]):
             raise Rejected("template leaves part of the answer out", f"its {missing}")
-        start = len(prompt) + _template_thinking(prompt, written, messages[-1])
+        start = len(prompt) + template_thinking(prompt, written, messages[-1])
         turn = Turn(len(prompt), start, *self._turn_end(prompt + written, start))
         moved = len(prompt) - at
         if moved and at >= 0 and (behind := self._repeated(conversation, messages, text, turn.end + at - len(prompt))):
@@ -273,10 +218,11 @@ class ChatTemplate:
         return text, tuple((int(start), int(end)) for start, end in spans[0]) if marked else None
 
     def _check_switches(self, options: Mapping[str, Any], name: str) -> None:
-        read = [switches for template, _ in self._templates.values() if (switches := _variables(template)) is not None]
+        read = [switches for template, _ in self._templates.values() if (switches := variables(template)) is not None]
         known = set().union(*read)
+        switches = known - SUPPLIED - (set(self._variables) - set(options))
         for option in sorted(set(options) - known) if read else ():
-            own = ", ".join(sorted(known - SUPPLIED - set(self._variables) | (known & set(options)))) or "none"
+            own = ", ".join(sorted(switches)) or "none"
             raise ModelInvalid(
                 f"template_options: the chat template of {name or 'the target'} does not read {option}; it reads {own}"
             )
@@ -297,11 +243,10 @@ class ChatTemplate:
     def _probe(self) -> None:
         ask, answer = "flowdflash-asks", ANSWER
         messages = {"role": "user", "content": ask}, {"role": "assistant", "content": answer}
+        conversation = Conversation(messages)
         try:
-            text, _ = self._render(Conversation(messages), messages)
-            prompt, bare = (
-                self._render(Conversation(messages), messages[:1], prompt=asked)[0] for asked in (True, False)
-            )
+            text, _ = self._render(conversation, messages)
+            prompt, bare = (self._render(conversation, messages[:1], prompt=asked)[0] for asked in (True, False))
         except Rejected:
             return  # a template may demand more than this; then the rows decide
         self._header = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
@@ -328,91 +273,7 @@ class ChatTemplate:
                 if not name and not text[body - 1].isspace():
                     break
                 body -= len(name) or 1
-        length, closed = _first_special(text[body:], self._specials, self._stops)
+        length, closed = first_special(text[body:], self._specials, self._stops)
         # Generation stops at such a token, whatever the template writes behind it.
         ends = [place + len(stop) for stop in self._certain if (place := text.find(stop, start, body)) >= 0]
         return (min(ends), True) if ends else (body + length, closed)
-
-
-def _prepare(template: str) -> None:
-    """Put the globals of a template, which transformers has compiled, into one dict.
-
-    They lie in two, one behind the other, and jinja2 copies them for each rendering, key by key: half of its time.
-    """
-    from jinja2 import TemplateError
-    from transformers.utils import chat_template_utils
-
-    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
-    with suppress(TemplateError):  # it will be told of each row
-        if compiler is not None:
-            compiled = compiler(template)
-            compiled.globals = dict(compiled.globals)
-
-
-def _variables(template: str) -> set[str] | None:
-    """Names that a template reads and does not set itself; None where there is no telling."""
-    from jinja2 import TemplateError, meta
-    from transformers.utils import chat_template_utils
-
-    compiler = getattr(chat_template_utils, "_compile_jinja_template", None)
-    try:
-        return (
-            None
-            if compiler is None
-            else set(meta.find_undeclared_variables(compiler(template).environment.parse(template)))
-        )
-    except TemplateError:
-        return None  # it will be told of each row
-
-
-@lru_cache(maxsize=64)
-def _first_special(ending: str, names: frozenset[str], stops: tuple[str, ...]) -> tuple[int, bool]:
-    """Where the first token in an ending that the target stops at ends, or the first special token if none is known to
-    be there; of those that start alike the longest. 0 without one."""
-    found = [(ending.find(name), -len(name)) for name in stops if name in ending]
-    found = found or [(ending.find(name), -len(name)) for name in names if name in ending]
-    if not found:
-        return 0, False
-    place, length = min(found)
-    return place - length, True
-
-
-def special_names(tokenizer: Any) -> frozenset[str]:
-    """Texts of the special tokens of a tokenizer, its end-of-text token among them."""
-    added = tokenizer.added_tokens_decoder.values()
-    named = {tokenizer.eos_token} if tokenizer.eos_token else set()
-    return frozenset(token.content for token in added if token.special) | named
-
-
-def _template_thinking(prompt: str, text: str, message: Message) -> int:
-    """Length of what the template, and not the message, writes of an empty think block before an answer."""
-    block = (CLOSED_THINKING if prompt.rstrip().endswith("<think>") else EMPTY_THINKING).match(text)
-    own, content = message.get("reasoning_content") or message["content"], message["content"]
-    if block is None or own.lstrip().startswith(("<think>", "</think>")):
-        return 0
-    indent = content[: len(content) - len(content.lstrip())].rpartition("\n")[2]  # an answer may begin with code
-    return block.end() - len(indent) if indent and block.group().endswith(indent) else block.end()
-
-
-def _left_out(text: str, message: Message) -> str:
-    """What of an answer is not in its rendering, white space aside; nothing if it is all there.
-
-    What was found is taken out of the text, the longest first: a call that an answer speaks of is not written by that.
-    """
-    content = message["content"]
-    if len(message) == 2 and content in text:
-        return ""
-    written = [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
-    opened = OPENED_THINKING.match(content)
-    written.append(("content", content[opened.end() if opened else 0 :]))
-    # A thought may be there under both names, or in the content too.
-    thoughts = {message[name].strip(): name for name in ("thinking", "reasoning_content") if name in message}
-    in_content = content.partition("</think>")[0] if opened else ""
-    written += [(name, part) for part, name in thoughts.items() if part not in in_content]
-    for name, part in sorted(written, key=lambda named: len(named[1]), reverse=True):
-        if part not in text:
-            text, part = ("".join(either.split()) for either in (text, part))
-        if part not in text:
-            return name
-        text = text.replace(part, "\0", 1)
-    return ""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from flowdflash.data.align import AlignedText, Specials, tokenise
-from flowdflash.data.template import Rendering, Turn
+from flowdflash.data.rendering import Rendering, Turn
 
 from .fixtures import make_tokenizer
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.chat import is_cut_off, read_conversation, unlearnt
+from flowdflash.data.chat import read_conversation
+from flowdflash.data.learnt import is_cut_off, unlearnt
 from flowdflash.data.rejects import Rejected
 from flowdflash.data.turn_order import check_turns
 
