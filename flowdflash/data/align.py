@@ -71,7 +71,7 @@ class Specials:
 
     def found_in(self, conversation: Conversation) -> str:
         """The name of a special token that stands in the text of a conversation, or nothing."""
-        texts = list(conversation.texts())
+        texts = conversation.texts()
         if self.normalise:
             texts += [self.normalise(text) for text in texts]
         everything = "\0".join(texts)

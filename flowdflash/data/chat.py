@@ -95,16 +95,18 @@ class Conversation:
         answers = self.answers
         return self.messages[: answers[0]] if answers else self.messages
 
-    def texts(self) -> Iterator[str]:
+    def texts(self) -> list[str]:
         """Every piece of text that came from the row, names of arguments among them."""
+        texts: list[str] = []
         for message in self.messages:
             for value in message.values():
                 if isinstance(value, str):
-                    yield value
+                    texts.append(value)
                 else:
-                    yield from _strings(value)
-        yield from _strings(self.tools)
-        yield from _strings(self.options)
+                    texts += _strings(value)
+        if self.tools or self.options:
+            texts += _strings([self.tools, self.options])
+        return texts
 
 
 def read_conversation(value: Any) -> Conversation:
@@ -127,6 +129,8 @@ def read_conversation(value: Any) -> Conversation:
 
 
 def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
+    if value.keys().isdisjoint(UNREAD_KEYS[what]):
+        return
     for key in UNREAD_KEYS[what]:
         if value.get(key):
             raise Rejected(
@@ -140,13 +144,13 @@ def entries_of(value: Mapping[str, Any]) -> Sequence[Any]:
     Raises:
         Rejected: there are none, or it is not clear which.
     """
-    named = [name for name in ("messages", "conversations") if name in value]
-    filled = [name for name in named if value[name] is not None]
+    filled = [name for name in ("messages", "conversations") if value.get(name) is not None]
     if len(filled) > 1:
         raise Rejected("both `messages` and `conversations`", "keep one of them")
     if not filled and isinstance(value.get("prompt"), str):
         return [{"role": "user", "content": value["prompt"]}]
     if not filled:
+        named = [name for name in ("messages", "conversations") if name in value]
         raise Rejected(f"`{named[0]}` is null" if named else "no `messages` or `conversations`")
     entries = value[filled[0]]
     if not isinstance(entries, list):
@@ -188,10 +192,10 @@ def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> 
 
 def either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
     """What a message has under one of two names. Columns of a table have both, one of them null."""
-    filled = [key for key in (name, other) if entry.get(key) is not None]
-    if len(filled) > 1:
+    one, two = entry.get(name), entry.get(other)
+    if one is not None and two is not None:
         raise Rejected(f"both `{name}` and `{other}`", f"{where}: keep one of them")
-    return entry[filled[0]] if filled else None
+    return two if one is None else one
 
 
 def _text(value: Mapping[str, Any], key: str, where: str) -> str:
@@ -290,7 +294,9 @@ def _mended(conversation: Conversation) -> Conversation:
     a tool call are JSON inside JSON and may bring their own halves.
     """
     try:
-        "".join(conversation.texts()).encode()
+        text = "".join(conversation.texts())
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError:
         parts = [conversation.messages, conversation.tools, conversation.options]
         text = json.dumps(parts, ensure_ascii=False, default=str)

@@ -211,9 +211,11 @@ class ChatEncoder:
     def _answers(
         self, number: int, row: Mapping[str, Any], conversation: Conversation, rejections: list[Rejection]
     ) -> list[_Draft]:
-        skipped, last = unlearnt(row), len(conversation.answers) - 1
-        cut_off = is_cut_off(row)
+        skipped, cut_off = unlearnt(row), is_cut_off(row)
         renderings, left = self._template.render(conversation, cut_off=cut_off)
+        if not (skipped or cut_off or left):
+            return [_Draft(number, rendering) for rendering in renderings]
+        last = len(conversation.answers) - 1
         rejections += [rejection for rejection in left if rejection.turn not in skipped]
         return [
             _Draft(

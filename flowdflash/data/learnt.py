@@ -10,8 +10,6 @@ from flowdflash.data.rejects import Rejected
 
 LEARNT_KEYS = {"weight": 1, "train": True, "training": True, "loss": True, "masked": False}
 """Keys of an answer that say whether it is to be learnt, and what they say if it is."""
-CUT_OFF = {"finish_reason": "length", "stop_reason": "max_tokens"}
-"""How a row says that its last answer was cut off when it was generated."""
 
 
 def unlearnt(row: Mapping[str, Any]) -> frozenset[int]:
@@ -20,7 +18,10 @@ def unlearnt(row: Mapping[str, Any]) -> frozenset[int]:
     Raises:
         Rejected: a key says neither yes nor no, or nothing is to be learnt.
     """
-    answers = [(n, e) for n, e in enumerate(entries_of(row), 1) if ROLES[either(e, "role", "from", "")] == "assistant"]
+    entries = entries_of(row)
+    if "weight" not in row and all(entry.keys() <= PLAIN_KEYS for entry in entries):
+        return frozenset()
+    answers = [(n, e) for n, e in enumerate(entries, 1) if ROLES[either(e, "role", "from", "")] == "assistant"]
     found = frozenset(n for n, (number, entry) in enumerate(answers) if not _is_learnt(entry, f"message {number}"))
     if (answers and len(found) == len(answers)) or row.get("weight") == 0:
         raise Rejected("no answer is to be learnt", "`weight` of the row, or each answer, says so")
@@ -39,4 +40,4 @@ def _is_learnt(entry: Mapping[str, Any], where: str) -> bool:
 
 def is_cut_off(row: Mapping[str, Any]) -> bool:
     """The last answer of a row was cut off when it was generated."""
-    return any(row.get(key) == told for key, told in CUT_OFF.items())
+    return row.get("finish_reason") == "length" or row.get("stop_reason") == "max_tokens"

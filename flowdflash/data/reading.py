@@ -28,9 +28,12 @@ class Reading:
     thought: str = ""
     arguments_as_text: bool = False
 
-    def of(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages as the template reads them."""
-        return tuple(self._of(message) for message in messages)
+    def of(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages as the template reads them; the same where it reads them as they are."""
+        for message in messages:
+            if len(message) > 2:
+                return tuple(self._of(message) for message in messages)
+        return messages
 
     def _of(self, message: Message) -> Message:
         if message["role"] != "assistant" or len(message) == 2:

@@ -49,14 +49,16 @@ class Rendering:
 def fitted(marks: Marks, text: str, turns: Sequence[Turn], header: str) -> Marks:
     """Marks, less what for good reasons is not in the mask: the header of an answer, an empty thought in front of it,
     white space behind its end-of-turn token."""
-    found = list(marks or ())
+    if marks is None:
+        return None
+    found = list(marks)
     for n, (start, end) in enumerate(found):
         for turn in turns:
             supplied = start >= turn.prompt_end or header.endswith(text[start : turn.prompt_end])
             if turn.prompt_end - len(header) <= start <= turn.start < end and supplied:
                 behind = end <= turn.end or text[turn.end : end].isspace()
                 found[n] = turn.start, min(end, turn.end) if behind else end
-    return None if marks is None else tuple(found)
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)

@@ -12,9 +12,9 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowdflash.data.answer import EMPTY_THINKING, left_out, template_thinking
 from flowdflash.data.chat import Conversation, Message
@@ -35,15 +35,18 @@ DATE = date(2025, 1, 1)
 """Today, for a template that writes the date: the same rows give the same tokens on any day."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer(Rendering):
-    """A rendering of one answer.
+class _Answer(NamedTuple):
+    """The text of one answer, with all that stands before it; ``as_rendered`` if the template itself writes it so."""
 
-    Attributes:
-        as_rendered: the template itself renders the prompt and the answer behind it.
-    """
+    text: str
+    turn: Turn
+    number: int
+    marks: Marks
+    as_rendered: bool
 
-    as_rendered: bool = True
+    def alone(self, header: str) -> Rendering:
+        """A sample of its own."""
+        return Rendering(self.text, (self.turn,), self.number, fitted(self.marks, self.text, (self.turn,), header))
 
 
 class ChatTemplate:
@@ -121,33 +124,54 @@ class ChatTemplate:
                 generation prompt, or leaves out something that the target wrote.
         """
         conversation = self._as_read(conversation)
-        answers, left = [], list[Rejection]()
-        for number, place in enumerate(conversation.answers):
+        answers, left = list[_Answer](), list[Rejection]()
+        places = conversation.answers
+        for number, place in enumerate(places):
             try:
-                last = number == len(conversation.answers) - 1
-                answers.append(self._answer(conversation, number, place, cut_off and last))
+                answers.append(self._answer(conversation, number, place, cut_off and place == places[-1]))
             except Rejected as rejected:
                 left.append(replace(rejected.rejection, turn=number))
         if not answers:
             raise Rejected(left[0].reason, left[0].detail, left[0].turn)
         full = answers[-1].text
         # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
-        if not left and all(each.as_rendered and full.startswith(each.text[: each.turns[0].end]) for each in answers):
-            turns = tuple(each.turns[0] for each in answers)
+        if not left and all(each.as_rendered and full.startswith(each.text[: each.turn.end]) for each in answers):
+            turns = tuple([each.turn for each in answers])
             return [Rendering(full, turns, marks=fitted(answers[-1].marks, full, turns, self._header))], left
-        return [replace(each, marks=fitted(each.marks, each.text, each.turns, self._header)) for each in answers], left
+        return [each.alone(self._header) for each in answers], left
 
     def _answer(self, conversation: Conversation, number: int, place: int, cut_off: bool) -> _Answer:
-        """The rendering of one answer, with all that stands before it."""
+        """The text of one answer, with all that stands before it."""
         messages = conversation.messages[: place + 1]
-        prompt, _ = self._render(conversation, messages[:-1], prompt=True)
+        prompt, _ = self._render(conversation, conversation.messages[:place], prompt=True)
         text, spans = self._render(conversation, messages)
-        content, opened = messages[-1]["content"], OPENED.search(prompt)
+        message, end = messages[-1], len(prompt)
+        content = message["content"]
         if self._closing and content.rstrip().endswith(self._closing):
             raise Rejected("markup in content", f"{self._closing}, which the template writes behind every answer")
-        if cut_off and len(messages[-1]) == 2 and (opened or "<think>" in content or not text.startswith(prompt)):
-            whole = prompt + own_words(content, opened)  # a template would end the thought, or take it for an answer
-            return _Answer(whole, (Turn(len(prompt), len(prompt), len(whole), True),), number, as_rendered=False)
+        if text.startswith(prompt) and "think>" not in text:
+            written, at, start = text[end:], end, end
+        elif cut_off and len(message) == 2 and ("think>" in prompt + content or not text.startswith(prompt)):
+            whole = prompt + own_words(content, OPENED.search(prompt))  # the template would end a thought
+            return _Answer(whole, Turn(end, end, len(whole), True), number, None, False)
+        else:
+            written, at = self._composed(conversation, prompt, text, messages)
+            start = end + template_thinking(prompt, written, message)
+        if missing := left_out(written, message):
+            raise Rejected("template leaves part of the answer out", f"its {missing}")
+        whole = text if at == end else prompt + written
+        turn = Turn(end, start, *self._turn_end(whole, start))
+        if at != end and at >= 0 and (behind := self._repeated(conversation, messages, text, turn.end + at - end)):
+            raise Rejected("generation prompt is no prefix of the answer", f"{behind[:60]!r} stands behind it")
+        if spans is not None and at != end:
+            spans = tuple((a + end - at, b + end - at) for a, b in spans if a >= at) if at >= 0 else None
+        return _Answer(whole, turn, number, spans, at == end)
+
+    def _composed(
+        self, conversation: Conversation, prompt: str, text: str, messages: Sequence[Message]
+    ) -> tuple[str, int]:
+        """What the target writes after the prompt, and where it stands in the text; -1 if it does not."""
+        content, opened = messages[-1]["content"], OPENED.search(prompt)
         if content.lstrip().startswith("<think>") and "</think>" not in content:
             raise Rejected("thought without an end", "if it was cut off, the row's finish_reason is length")
         written, at = self._written(conversation, prompt, text, messages)
@@ -157,16 +181,7 @@ class ChatTemplate:
             written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
         if opened and ("</think>" not in written or written.lstrip().startswith("<think>")):
             raise Rejected("no thought where the generation prompt begins one", f"the prompt ends in {prompt[-40:]!r}")
-        if missing := left_out(written, messages[-1]):
-            raise Rejected("template leaves part of the answer out", f"its {missing}")
-        start = len(prompt) + template_thinking(prompt, written, messages[-1])
-        turn = Turn(len(prompt), start, *self._turn_end(prompt + written, start))
-        moved = len(prompt) - at
-        if moved and at >= 0 and (behind := self._repeated(conversation, messages, text, turn.end + at - len(prompt))):
-            raise Rejected("generation prompt is no prefix of the answer", f"{behind[:60]!r} stands behind it")
-        if spans is not None and moved:
-            spans = tuple((a + moved, b + moved) for a, b in spans if a >= at) if at >= 0 else None
-        return _Answer(prompt + written, (turn,), number, spans, not moved)
+        return written, at
 
     def _repeated(self, conversation: Conversation, messages: Sequence[Message], text: str, end: int) -> str:
         """What of an answer that ends at ``end`` the template writes there whether an answer is in the text or not."""
@@ -228,8 +243,8 @@ class ChatTemplate:
             )
 
     def _as_read(self, conversation: Conversation) -> Conversation:
-        reading = self._readings[bool(conversation.tools)]
-        return replace(conversation, messages=reading.of(conversation.messages))
+        messages = self._readings[bool(conversation.tools)].of(conversation.messages)
+        return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def _reading(self, with_tools: bool) -> Reading:
         def rendered(messages: Sequence[Message]) -> str | None:
