@@ -101,6 +101,9 @@ class Row:
     nbytes: int = 0
     part: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:  # many go to other processes, and field by field costs twice as much
+        return Row, (self.line, self.value, self.problem, self.detail, self.nbytes, self.part)
+
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
