@@ -110,7 +110,8 @@ class StoredSource(Source):
             + (f"; {books.rows_other_split} rows are in the other part of the split" if books.rows_other_split else "")
         )
         if books.rows_rejected:
-            report.warn(f"{books.rows_rejected} rows rejected ({_counted(books.rejected)}); see {rejects}")
+            first = f"; the first: {self._opened.first_bad()}" if books.first_bad else ""
+            report.warn(f"{books.rows_rejected} rows rejected ({_counted(books.rejected)}{first}); see {rejects}")
         if books.samples_rejected:
             report.warn(f"turns left out of rows that were kept: {_counted(books.samples_rejected)}; see {rejects}")
         if books.turns_without_end_token:
