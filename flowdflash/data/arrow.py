@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flowdflash.data.chat import CONVERSATION_KEYS
 from flowdflash.data.rows import CHUNK_ROWS, NOT_UTF8, PARQUET, Progress, Row, read_jsonl
 from flowdflash.errors import DataInvalid
 
 UNREADABLE = "value that cannot be read"
 CONVERSATIONS = ("messages", "conversations", "prompt")
+READ = CONVERSATION_KEYS | {*CONVERSATIONS, "weight", "finish_reason", "stop_reason"}
+"""Columns that decide a sample."""
 
 
 def optional(module: str, extra: str, what: str) -> Any:
@@ -93,15 +96,27 @@ def _values(table: Any) -> Iterator[tuple[Any, Exception | None]]:
     """The rows of a table. One bad value fails the whole table, so the table is halved until its row is found."""
     try:
         values = table.to_pylist()
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError):
         if table.num_rows == 1:
-            yield None, error
+            yield _columns(table)
             return
         half = table.num_rows // 2
         yield from _values(table.slice(0, half))
         yield from _values(table.slice(half))
     else:
         yield from ((value, None) for value in values)
+
+
+def _columns(row: Any) -> tuple[Any, Exception | None]:
+    """A table of one row, column by column: a value that nobody reads, such as a date out of range, is left out."""
+    value: dict[str, Any] = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            (value[name],) = column.to_pylist()
+        except (ValueError, OverflowError) as error:
+            if name in READ:
+                return None, error
+    return value, None
 
 
 def _filled(value: Any) -> Any:

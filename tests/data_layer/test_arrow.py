@@ -162,3 +162,17 @@ def test_options_of_the_hub_are_refused_for_a_folder(tmp_path: Path) -> None:
         config = HfDataset.Config.model_validate({**options, "tokenizer": "some/model"}, context={"base": tmp_path})
         assert HfDataset(config).check(check)["task"] == "train"
         assert {problem.path for problem in check.problems} == places
+
+
+def test_a_date_out_of_range_that_nobody_reads_costs_no_row(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    messages = pa.array([row["messages"] for row in GOOD])
+    dates = pa.array([0, 2**50, 1], pa.timestamp("ms"))
+    pq.write_table(pa.table({"messages": messages, "when": dates, "score": [1, 2, 3]}), tmp_path / "rows")
+    rows = list(read_parquet(tmp_path / "rows"))
+    assert [(row.problem, row.value["messages"], row.value["score"]) for row in rows] == [
+        ("", good["messages"], n) for n, good in enumerate(GOOD, 1)
+    ]
+    assert ["when" in row.value for row in rows] == [True, False, True]
+    pq.write_table(pa.table({"messages": messages, "tools": dates}), tmp_path / "rows")
+    assert [row.problem for row in read_parquet(tmp_path / "rows")] == ["", module.UNREADABLE, ""]
