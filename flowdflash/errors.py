@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +74,10 @@ class ModelInvalid(FlowdflashError):
     """A model, a tokenizer or a checkpoint cannot be used: says which, why and what to do."""
 
 
+SHOWN, LOCATED = 8, 4
+"""Samples of a batch that an error names, and of which it says where they come from."""
+
+
 class StageFailed(FlowdflashError):
     """A stage raised while a run was going on. The original exception is the ``__cause__``.
 
@@ -82,6 +87,7 @@ class StageFailed(FlowdflashError):
         replica: which replica of the stage, from 0.
         batch: number of the batch in the run, or None where none was being worked on.
         sample_ids: ids of the samples of that batch.
+        places: where the first of them come from, if that is known.
         later: failures of other stages that came after this one.
     """
 
@@ -97,6 +103,7 @@ class StageFailed(FlowdflashError):
     ) -> None:
         self.stage, self.cause, self.phase, self.replica = stage, cause, phase, replica
         self.batch, self.sample_ids = batch, tuple(int(i) for i in sample_ids)
+        self.places: tuple[str, ...] = ()
         self.later: list[StageFailed] = []
         super().__init__(self._message())
         self.__cause__ = cause
@@ -105,9 +112,16 @@ class StageFailed(FlowdflashError):
         where = f"stage {self.stage!r}" + (f" (replica {self.replica})" if self.replica else "")
         text = f"{where} failed in {self.phase}: {type(self.cause).__name__}: {self.cause}"
         if self.batch is not None:
-            shown = ", ".join(map(str, self.sample_ids[:8])) + (", ..." if len(self.sample_ids) > 8 else "")
-            text += f" [batch {self.batch}, samples {shown}]"
+            shown = ", ".join(map(str, self.sample_ids[:SHOWN])) + (", ..." if len(self.sample_ids) > SHOWN else "")
+            text += f" [batch {self.batch}, samples {shown}{', from ' if self.places else ''}{', '.join(self.places)}]"
         return text
+
+    def locate(self, describe: Callable[[int], str]) -> None:
+        """Say where the samples come from. A source that cannot tell leaves the error as it is."""
+        with suppress(Exception):
+            told = {number: describe(number) for number in self.sample_ids[:LOCATED]}
+            self.places = tuple(place for number, place in told.items() if not place.endswith(f"sample {number}"))
+            self.args = (self._message(),)
 
     def original_traceback(self) -> str:
         """The traceback of the exception that the stage raised."""

@@ -418,6 +418,26 @@ def test_later_failures_are_listed_after_the_first(tmp_path: Path) -> None:
     assert [(later.stage, later.phase) for later in caught.value.later] == [("save", "close"), ("source", "close")]
 
 
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_a_fault_says_where_the_samples_of_its_batch_come_from(tmp_path: Path, stage: str) -> None:
+    class Placed(FakeSource):
+        def describe(self, sample_id: int) -> str:
+            return f"rows.jsonl:{sample_id + 1}"
+
+    class Silent(FakeSource):
+        def describe(self, sample_id: int) -> str:
+            raise RuntimeError("the source is not open")
+
+    method = {"target": "forward", "drafter": "step"}[stage]
+    for source, told in ((Placed, r", from rows\.jsonl:\d+, rows\.jsonl:\d+\]$"), (Silent, r"samples \d+, \d+\]$")):
+        pipeline = Pipeline(classes={"source": source})
+        pipeline.faults.at(stage, method, 1, ValueError("boom"))
+        with pytest.raises(StageFailed, match=told) as caught:
+            pipeline.run(tmp_path / source.__name__)
+        numbers = [int(place.rpartition(":")[2]) - 1 for place in caught.value.places]
+        assert numbers == (list(caught.value.sample_ids) if source is Placed else [])
+
+
 def test_a_fault_frees_a_feeder_that_is_blocked_on_a_full_channel(tmp_path: Path) -> None:
     pipeline = Pipeline(options={"source": {"lengths": [3] * 200}}, capacities=dict.fromkeys(STAGES, 1))
     pipeline.faults.at("metrics", "write", 3, RuntimeError("sink broke"))

@@ -98,6 +98,7 @@ class Wiring:
 
     def fail(self, failure: StageFailed) -> None:
         """Note a failure; the first one ends the run. From any thread."""
+        failure.locate(self.plan_stages.source.describe)
         with self._lock:
             self.failures.append(failure)
             first = len(self.failures) == 1
