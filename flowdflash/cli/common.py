@@ -74,6 +74,8 @@ def exit_codes() -> Iterator[None]:
         say(f"error: {error}", err=True)
         sys.exit(INVALID)
     except StageFailed as error:
+        if isinstance(error.cause, KeyboardInterrupt):  # Ctrl-C in the midst of a stage's own work is no fault of it
+            raise KeyboardInterrupt from None
         _tell_failure(error)
         sys.exit(FAILED)
     except FlowdflashError as error:

@@ -27,6 +27,7 @@ from flowdflash.errors import ModelInvalid
 
 SUPPLIED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
 """What a template reads that is no switch."""
+NO_THOUGHT = "; where the template reads enable_thinking, template_options: {enable_thinking: false} asks for none"
 MARK = re.compile(r"\s*(<[^<>\s]+>)")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDERING = threading.Lock()
@@ -180,7 +181,9 @@ class ChatTemplate:
         if (empty := EMPTY_THINKING.match(written)) and written.startswith("<think>", empty.end()):
             written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
         if opened and ("</think>" not in written or written.lstrip().startswith("<think>")):
-            raise Rejected("no thought where the generation prompt begins one", f"the prompt ends in {prompt[-40:]!r}")
+            raise Rejected(
+                "no thought where the generation prompt begins one", f"it ends in {prompt[-40:]!r}{NO_THOUGHT}"
+            )
         return written, at
 
     def _repeated(self, conversation: Conversation, messages: Sequence[Message], text: str, end: int) -> str:
