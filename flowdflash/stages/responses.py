@@ -175,6 +175,11 @@ class Responses(Sink):
 
 
 def _said(row: Mapping[str, Any], answers: tuple[Answer, ...]) -> list[Any]:
-    """The messages up to the last answer."""
+    """The messages up to the last answer. Older answers are not the target's own, so they are not to be learnt."""
     asked = questions(row)[: len(answers)]
-    return conversation({"messages": [message for question in asked for message in question]}, answers)
+    messages = [
+        {**message, "weight": 0} if message.get("role") == "assistant" else message
+        for question in asked
+        for message in question
+    ]
+    return conversation({"messages": messages}, answers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowdflash.data.learnt import unlearnt
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Answer, GeneratedBatch
 from flowdflash.stages.responses import Responses
@@ -301,3 +302,12 @@ def test_answers_never_replace_the_prompts_that_they_are_made_from(tmp_path: Pat
         ((place, message),) = problems(sink(path, overwrite=True), **facts)[0]
         assert place == "path" and "would replace it" in message
     assert problems(sink(tmp_path / "other.jsonl"), **facts)[0] == []
+
+
+def test_answers_that_were_there_before_are_not_to_be_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    before = [USER, {"role": "assistant", "content": "somebody's"}, USER]
+    written(path, tmp_path, [generated(0, ["own"], rows=[{"messages": before}])])
+    (row,) = lines(path)
+    assert [message.get("weight") for message in row["messages"]] == [None, 0, None, None]
+    assert unlearnt(row) == {0} and row["messages"][3] == {"role": "assistant", "content": "own"}
