@@ -23,6 +23,8 @@ EMPTY_BLOCK = re.compile(r"<[^<>\s]+>[^<>]*<[^<>\s]+>\s*$")
 """The end of a prompt that says that there is no thought: two marks with nothing or a word between."""
 LEAST_CHARS = 4
 """Of the end of a prompt, to find it again in a template without a header for answers."""
+LONG_CHARS = 6
+"""Of a message, to be known again; shorter ones occur in names of channels."""
 MOST_CHARS = 64
 """Between the header and the text of an answer: the name of a channel, an empty thought."""
 
@@ -57,7 +59,7 @@ def after_prompt(
     empty = EMPTY_BLOCK.search(header)
     if empty and not content.startswith("<") and not any(name in message for name in THOUGHTS):
         header = header[: empty.start()]
-    place = _after_header(header, text, other(), before) if header else _after_end(prompt, text, other())
+    place = _after_header(header, text, other(), rendered, before) if header else _after_end(prompt, text, other())
     return None if place is None else (text[place:], place)
 
 
@@ -85,15 +87,19 @@ def word_by_word(opened: re.Match[str], text: str, message: Message, ending: str
     return own_words(content, opened).rstrip() + body[len(body.rstrip()) :] + ending
 
 
-def _after_header(header: str, text: str, other: str, before: Sequence[Message]) -> int | None:
-    """Where the header of the answer ends. An earlier one has an earlier message behind it."""
+def _after_header(header: str, text: str, other: str, bare: str, before: Sequence[Message]) -> int | None:
+    """Where the header of the answer ends.
+
+    One that stands in the text without the answer too is an earlier one, or was typed by a user; where the two texts
+    part before that, an earlier one has an earlier message behind it.
+    """
     shared = common(text, other)
     found = text.rfind(header, 0, shared)
-    between = text[found + len(header) : shared]
-    said = [content for message in before[-2:] if (content := message["content"].strip())]
-    if found < 0 or len(between) > MOST_CHARS or any(content in between for content in said):
+    end = found + len(header)
+    said = [content for message in before[-2:] if len(content := message["content"].strip()) >= LONG_CHARS]
+    if found < 0 or end <= common(text, bare) or end + MOST_CHARS < shared:
         return None
-    return found + len(header)
+    return None if any(content in text[end:shared] for content in said) else end
 
 
 def _after_end(prompt: str, text: str, other: str) -> int | None:

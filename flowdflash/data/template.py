@@ -116,13 +116,11 @@ class ChatTemplate:
         self, conversation: Conversation, *, cut_off: bool = False
     ) -> tuple[Sequence[Rendering], list[Rejection]]:
         """One rendering with all answers supervised; one per answer where the template rewrites earlier turns, or where
-        some answers cannot be used; and why not.
+        some answers cannot be used.
 
-        ``cut_off``: the last answer was cut off when it was generated.
-
-        Raises:
-            Rejected: no answer can be used: the template refuses the conversation, does not start an answer with its
-                generation prompt, or leaves out something that the target wrote.
+        And why answers cannot be used: the template refuses the conversation, does not start an answer with its
+        generation prompt, or leaves out something that the target wrote. ``cut_off``: the last answer was cut off when
+        it was generated.
         """
         conversation = self._as_read(conversation)
         answers, left = list[_Answer](), list[Rejection]()
@@ -133,7 +131,7 @@ class ChatTemplate:
             except Rejected as rejected:
                 left.append(replace(rejected.rejection, turn=number))
         if not answers:
-            raise Rejected(left[0].reason, left[0].detail, left[0].turn)
+            return [], left
         full = answers[-1].text
         # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
         if not left and all(each.as_rendered and full.startswith(each.text[: each.turn.end]) for each in answers):
@@ -150,22 +148,26 @@ class ChatTemplate:
         content = message["content"]
         if self._closing and content.rstrip().endswith(self._closing):
             raise Rejected("markup in content", f"{self._closing}, which the template writes behind every answer")
+        opened = OPENED.search(prompt)
+        if cut_off and len(message) == 2 and (opened or content.lstrip().startswith("<think>")):
+            whole = prompt + own_words(content, opened)  # the template would end the thought
+            if len(whole) == end:
+                raise Rejected("cut off before the first token", "nothing but the beginning of a thought is left")
+            return _Answer(whole, Turn(end, end, len(whole), True), number, None, False)
         if text.startswith(prompt) and "think>" not in text:
             written, at, start = text[end:], end, end
-        elif cut_off and len(message) == 2 and ("think>" in prompt + content or not text.startswith(prompt)):
-            whole = prompt + own_words(content, OPENED.search(prompt))  # the template would end a thought
-            return _Answer(whole, Turn(end, end, len(whole), True), number, None, False)
         else:
             written, at = self._composed(conversation, prompt, text, messages)
             start = end + template_thinking(prompt, written, message)
-        if missing := left_out(written, message):
+        if missing := left_out(written, message, self._specials):
             raise Rejected("template leaves part of the answer out", f"its {missing}")
         whole = text if at == end else prompt + written
-        turn = Turn(end, start, *self._turn_end(whole, start))
+        turn = Turn(end, start, *self._turn_end(whole, start, cut_off))
         if at != end and at >= 0 and (behind := self._repeated(conversation, messages, text, turn.end + at - end)):
             raise Rejected("generation prompt is no prefix of the answer", f"{behind[:60]!r} stands behind it")
         if spans is not None and at != end:
-            spans = tuple((a + end - at, b + end - at) for a, b in spans if a >= at) if at >= 0 else None
+            moved = [(max(a, at) + end - at, b + end - at) for a, b in spans if b > at]
+            spans = tuple(moved) if at >= 0 else None
         return _Answer(whole, turn, number, spans, at == end)
 
     def _composed(
@@ -277,8 +279,8 @@ class ChatTemplate:
             mark = MARK.match(self._suffix)
             self._closing = mark[1] if mark else ""
 
-    def _turn_end(self, text: str, start: int) -> tuple[int, bool]:
-        """Where an answer ends, and whether with a special token; ``text`` ends with its turn.
+    def _turn_end(self, text: str, start: int, cut_off: bool) -> tuple[int, bool]:
+        """Where an answer ends, and whether with a special token or cut off; ``text`` ends with its turn.
 
         What the template writes after an answer was seen once, on a probe. Where this answer has another ending, it is
         the run of special tokens and white space at the end of the text.
@@ -291,6 +293,8 @@ class ChatTemplate:
                 if not name and not text[body - 1].isspace():
                     break
                 body -= len(name) or 1
+        if cut_off:
+            return body, True
         length, closed = first_special(text[body:], self._specials, self._stops)
         # Generation stops at such a token, whatever the template writes behind it.
         ends = [place + len(stop) for stop in self._certain if (place := text.find(stop, start, body)) >= 0]

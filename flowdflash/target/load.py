@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,17 +166,14 @@ def find_tokenizer(ref: str, cache_dir: Path, report: Report | None = None) -> A
 
 
 def _generation_stops(folder: Path, tokenizer: Any) -> tuple[str, ...]:
-    """Texts of the special tokens that the model stops at, as its own ``generation_config.json`` says."""
-    try:
-        told = json.loads((folder / "generation_config.json").read_text("utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return ()
+    """Texts of the special tokens that the model stops at, as its own files say."""
+    told: Any = None
+    for name in ("generation_config.json", "config.json"):  # transformers takes the other where the one is missing
+        with suppress(OSError, ValueError, AttributeError):
+            told = told or json.loads((folder / name).read_text("utf-8")).get("eos_token_id")
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return tuple(
-        special[number]
-        for number in (told if isinstance(told, list) else [told])
-        if isinstance(number, int) and number in special
-    )
+    ids = told if isinstance(told, list) else [told]
+    return tuple(special[number] for number in ids if isinstance(number, int) and number in special)
 
 
 def load_target(
