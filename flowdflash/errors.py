@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -74,6 +75,8 @@ class ModelInvalid(FlowdflashError):
     """A model, a tokenizer or a checkpoint cannot be used: says which, why and what to do."""
 
 
+UNPLACED = re.compile(r"\bsample \d+$")
+"""What a source says of a sample that comes from nowhere."""
 SHOWN, LOCATED = 8, 4
 """Samples of a batch that an error names, and of which it says where they come from."""
 
@@ -118,10 +121,12 @@ class StageFailed(FlowdflashError):
 
     def locate(self, describe: Callable[[int], str]) -> None:
         """Say where the samples come from. A source that cannot tell leaves the error as it is."""
-        with suppress(Exception):
-            told = {number: describe(number) for number in self.sample_ids[:LOCATED]}
-            self.places = tuple(place for number, place in told.items() if not place.endswith(f"sample {number}"))
-            self.args = (self._message(),)
+        for number in self.sample_ids[:LOCATED]:
+            with suppress(Exception):
+                place = describe(number)
+                if not UNPLACED.search(place):
+                    self.places += (place,)
+        self.args = (self._message(),)
 
     def original_traceback(self) -> str:
         """The traceback of the exception that the stage raised."""

@@ -373,7 +373,6 @@ def test_ctrl_c_where_nothing_runs_yet_is_an_interruption_not_a_failure(tmp_path
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.timeout(90)
 def test_ctrl_c_while_a_plan_reads_its_data_is_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: Any, ctx: Any) -> None:
         raise KeyboardInterrupt
@@ -383,6 +382,7 @@ def test_ctrl_c_while_a_plan_reads_its_data_is_an_interruption(tmp_path: Path, m
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_at_a_step_boundary_with_one_checkpoint(
     tmp_path: Path, cache: Path, number: signal.Signals, code: int

@@ -91,9 +91,11 @@ def exit_codes() -> Iterator[None]:
 def _advice(error: BaseException) -> str:
     """What a person can do about an error of the machine; nothing for other errors, which need their traceback."""
     number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if number in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or move the cache (FLOWDFLASH_CACHE_DIR) or the run folder (--run-dir)"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+    if number == errno.EFBIG:
+        return "files may not grow so large here (ulimit -f); move the cache (FLOWDFLASH_CACHE_DIR) or the run folder"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR) and getattr(error, "filename", None):
         return "see who may read and write there, or name another folder: FLOWDFLASH_CACHE_DIR, --run-dir"
     return ""
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flowdflash.data.chat import CONVERSATION_KEYS
+from flowdflash.data.chat import CONVERSATION_KEYS, UNREAD_KEYS
 from flowdflash.data.rows import CHUNK_ROWS, NOT_UTF8, PARQUET, Progress, Row, read_jsonl
 from flowdflash.errors import DataInvalid
 
 UNREADABLE = "value that cannot be read"
 CONVERSATIONS = ("messages", "conversations", "prompt")
-READ = CONVERSATION_KEYS | {*CONVERSATIONS, "weight", "finish_reason", "stop_reason"}
+READ = CONVERSATION_KEYS | {*CONVERSATIONS, *UNREAD_KEYS["row"], "weight", "finish_reason", "stop_reason"}
 """Columns that decide a sample."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,21 +35,13 @@ KEPT_KEYS = {
     "thinking": "thinking",
 }
 """Keys of a message that reach the template besides its role, content and tool calls, and under which name."""
-CALL_KEYS = frozenset({"id", "type", "index", "function", "name", "arguments"})
-"""Keys of a tool call that are read, or say nothing."""
+ARGUMENT_KEYS = ("args", "parameters", "input", "kwargs")
+"""Other names for the arguments of a tool call."""
+THOUGHT_KEYS = ("reasoning_details", "thinking_blocks", "thought", "thoughts")
+"""Other names for a thought."""
 UNREAD_KEYS = {
     "row": ("system_prompt", "functions", "documents", "image", "images", "videos", "audios"),
-    "message": (
-        "image",
-        "images",
-        "videos",
-        "audios",
-        "audio",
-        "reasoning_details",
-        "thinking_blocks",
-        "thought",
-        "thoughts",
-    ),
+    "message": ("image", "images", "videos", "audios", "audio", *THOUGHT_KEYS),
     "content part": ("image", "image_url", "video", "audio"),
 }
 """Keys that other tools give a meaning to. Left out in silence, a sample would not be what the target saw and wrote."""
@@ -117,10 +109,10 @@ def read_conversation(value: Any) -> Conversation:
     """
     if not isinstance(value, dict):
         raise Rejected("row is not an object", f"it is {_kind(value)}")
-    _refuse_unread(value, "row", "the row")
     entries = entries_of(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
     system = _text(value, "system", "the row")
+    _refuse_unread(value, "row", "the row", (system, *(m["content"] for m in messages[:1] if m["role"] == "system")))
     if system.strip():
         if messages[0]["role"] == "system":
             raise Rejected("two system prompts", "`system` of the row and the first message")
@@ -128,14 +120,20 @@ def read_conversation(value: Any) -> Conversation:
     return _mended(Conversation(tuple(messages), _tools(value), _options(value)))
 
 
-def _refuse_unread(value: Mapping[str, Any], what: str, where: str) -> None:
+def _refuse_unread(value: Mapping[str, Any], what: str, where: str, read: Collection[str] = ()) -> None:
+    """``read``: texts that are read, and may stand under another name as well."""
     if value.keys().isdisjoint(UNREAD_KEYS[what]):
         return
     for key in UNREAD_KEYS[what]:
-        if value.get(key):
-            raise Rejected(
-                f"`{key}` is not read", f"{where} has it, so the sample would not be what the target saw and wrote"
-            )
+        held = value.get(key)
+        known = key == "system_prompt" and held in read
+        known |= key in THOUGHT_KEYS and isinstance(held, str) and any(held in text for text in read)
+        known |= key == "documents" and not isinstance(held, list)  # somebody's name or number for them
+        if not held or known:
+            continue
+        raise Rejected(
+            f"`{key}` is not read", f"{where} has it, so the sample would not be what the target saw and wrote"
+        )
 
 
 def entries_of(value: Mapping[str, Any]) -> Sequence[Any]:
@@ -178,7 +176,6 @@ def _message(entry: Any, number: int) -> Message:
 
 def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> None:
     """What a message has besides its role and content."""
-    _refuse_unread(entry, "message", where)
     if entry.get("function_call") is not None:
         raise Rejected("`function_call` is not supported", f"{where}: write it as `tool_calls`")
     if entry.get("tool_calls"):
@@ -186,8 +183,12 @@ def _add_more(message: dict[str, Any], entry: Mapping[str, Any], where: str) -> 
             raise Rejected("tool call outside an assistant turn", where)
         message["tool_calls"] = [_tool_call(call, where) for call in _as_list(entry["tool_calls"], where)]
     for key, kept in KEPT_KEYS.items():
-        if (text := _text(entry, key, where)) and message.setdefault(kept, text) != text:
+        text = _text(entry, key, where)
+        if text.strip() and message.setdefault(kept, text) != text:
             raise Rejected(f"both `{kept}` and `{key}`", f"{where}: keep one of them")
+    thought = any(kept in message for kept in ("reasoning_content", "thinking"))
+    rest = {key: held for key, held in entry.items() if not (thought and key in THOUGHT_KEYS)}
+    _refuse_unread(rest, "message", where, (message["content"],))
 
 
 def either(entry: Mapping[str, Any], name: str, other: str, where: str) -> Any:
@@ -236,12 +237,11 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Rejected("tool call without a name", where)
-    extra = {key for given in (call, function) for key, held in given.items() if held is not None} - CALL_KEYS
-    if extra or (function is not call and {"name", "arguments"} & call.keys()):
-        found = sorted(extra or {"name", "arguments"} & call.keys())
-        raise Rejected(
-            "tool call with keys that are not read", f"{where}: {', '.join(found)}; it has `name` and `arguments`"
-        )
+    unread = [key for given in (call, function) for key in ARGUMENT_KEYS if given.get(key)]
+    if function is not call:
+        unread += [key for key in ("arguments",) if call.get(key)]
+    if unread:
+        raise Rejected("tool call with keys that are not read", f"{where}: {', '.join(unread)} beside its `arguments`")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}

@@ -7,6 +7,7 @@ prompt per line.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from flowdflash.errors import DataInvalid
 from flowdflash.items import IntArray
 
 CHUNK_PROMPTS = 64
+EMPTY = re.compile(r"\s*(<think>)?\s*(</think>)?\s*")
+"""What a template may write between a prompt and the answer to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +72,8 @@ def load_prompts(
     answered = replace(options, task="train", over_long="truncate", max_length=max_prompt_tokens + answer_tokens)
     answers = ChatEncoder(tokenizer, answered) if answer_tokens else None
     passed: Counter[str] = Counter()
-    prompts = list(
-        islice(_prompts(path, ChatEncoder(tokenizer, options), answers, answer_tokens, passed), limit or None)
-    )
+    found = _prompts(path, ChatEncoder(tokenizer, options), answers, answer_tokens, passed, tokenizer)
+    prompts = list(islice(found, limit or None))
     why = ", ".join(f"{reason} {count}" for reason, count in passed.most_common())
     if not prompts:
         raise DataInvalid(f"{path}: no usable prompt ({why or 'the file holds no rows'})")
@@ -81,7 +83,7 @@ def load_prompts(
 
 
 def _prompts(
-    path: Path, encoder: ChatEncoder, answers: ChatEncoder | None, most: int, passed: Counter[str]
+    path: Path, encoder: ChatEncoder, answers: ChatEncoder | None, most: int, passed: Counter[str], tokenizer: Any
 ) -> Iterator[Prompt]:
     """The prompts of a file with the start of their answers; counts the reasons for which rows are passed over."""
     for chunk in chunks(_read(path), CHUNK_PROMPTS):
@@ -91,7 +93,8 @@ def _prompts(
             passed.update(rejection.reason for rejection in result.rejections)
             for sample in result.samples:
                 messages = tuple(json.loads(sample.note)["messages"])
-                ids, answer = sample.ids.astype(np.int64), _first_answer(samples, most)
+                ids = sample.ids.astype(np.int64)
+                answer = _first_answer(samples, ids, most, tokenizer)
                 yield Prompt(ids, messages[-1]["content"], f"{path}:{row.line}", messages, answer)
 
 
@@ -102,9 +105,14 @@ def _read(path: Path) -> Iterator[Row]:
     return read_jsonl(path, parse=lambda text: {"prompt": text})
 
 
-def _first_answer(samples: Sequence[Sample], most: int) -> tuple[IntArray, int] | None:
-    """The first answer of a row, with all that stands before it."""
+def _first_answer(
+    samples: Sequence[Sample], prompt: IntArray, most: int, tokenizer: Any
+) -> tuple[IntArray, int] | None:
+    """The first answer of a row, with all that stands before it; None if it is not one to this prompt."""
     if not samples:
         return None
     start, end = np.flatnonzero(np.diff(samples[0].mask, prepend=False, append=False))[:2].tolist()
+    own = start >= len(prompt) and np.array_equal(samples[0].ids[: len(prompt)], prompt)
+    if not own or not EMPTY.fullmatch(tokenizer.decode(samples[0].ids[len(prompt) : start])):
+        return None
     return samples[0].ids[: min(end, start + most)].astype(np.int64), start

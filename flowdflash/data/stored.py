@@ -66,7 +66,8 @@ class StoredSource(Source):
         encoder = self._encoder(ctx)
         selection = {"selection": self._input.selection} if self._input.selection else {}
         before = _states(self._input.files)
-        key = store_key(encoder, self._input.files, limit_rows=config.limit_rows, **selection)
+        keyed = partial(store_key, encoder, self._input.files, limit_rows=config.limit_rows, **selection)
+        key = keyed()
         told = f"{ctx.stage}: tokens of {Path(name).name} ({self._input.unit})"
         self._store = open_or_build(
             ctx.cache_dir / "tokens",
@@ -76,7 +77,7 @@ class StoredSource(Source):
             names=[name],
             warn=ctx.report.warn,
             nbytes=0 if config.limit_rows else sum(file.stat().st_size for file in self._input.files),
-            unchanged=lambda: _states(self._input.files) == before,
+            unchanged=lambda: _states(self._input.files) == before or keyed() == key,
         )
         rejects = ctx.run_dir / ctx.stage / "rejects.jsonl"
         self._store.write_rejects(rejects)
@@ -110,7 +111,9 @@ class StoredSource(Source):
             + (f"; {books.rows_other_split} rows are in the other part of the split" if books.rows_other_split else "")
         )
         if books.rows_rejected:
-            first = f"; the first: {self._opened.first_bad()}" if books.first_bad else ""
+            # Where turns were left out of rows that were kept, the first fault may be one of those.
+            known = books.first_bad and not books.samples_rejected
+            first = f"; the first: {self._opened.first_bad()}" if known else ""
             report.warn(f"{books.rows_rejected} rows rejected ({_counted(books.rejected)}{first}); see {rejects}")
         if books.samples_rejected:
             report.warn(f"turns left out of rows that were kept: {_counted(books.samples_rejected)}; see {rejects}")
@@ -190,8 +193,8 @@ class StoredSource(Source):
     def _check_unchanged(self) -> None:
         if self._expected_key and self._expected_key != self._opened.key:
             raise DataInvalid(
-                f"{self._input.name}: rows, tokenizer, template or options have changed since the checkpoint, so its "
-                "batch numbers mean other samples; put them back, or start a new run"
+                f"{self._input.name}: rows, tokenizer, template, options or flowdflash itself have changed since the "
+                "checkpoint, so its batch numbers mean other samples; put them back, or start a new run"
             )
 
     def close(self) -> None:

@@ -98,12 +98,12 @@ class Wiring:
 
     def fail(self, failure: StageFailed) -> None:
         """Note a failure; the first one ends the run. From any thread."""
-        failure.locate(self.plan_stages.source.describe)
         with self._lock:
             self.failures.append(failure)
             first = len(self.failures) == 1
         if first:
             self.abort(failure, drain=True)
+        failure.locate(self.plan_stages.source.describe)
 
     def abort(self, error: BaseException, *, drain: bool = False) -> None:
         """Wake every thread with an error; with ``drain``, sinks that keep things first write what they were given."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from flowdflash.data.files import file_problem
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Checkpoint
 from flowdflash.journal import cut_back, entries
@@ -65,8 +66,8 @@ class AcceptanceSink(Sink):
     def check(self, check: Check) -> Mapping[str, Any]:
         """The prompts are there and the target is known."""
         config = self.config
-        if config.prompts is not None and not config.prompts.is_file():
-            check.refuse("prompts", f"there is no file {config.prompts}")
+        if config.prompts is not None and (problem := file_problem(config.prompts)):
+            check.refuse("prompts", problem)
         elif config.prompts is not None and config.prompts.resolve() in check.facts.get("files", ()):
             check.warn(
                 "prompts",

@@ -16,6 +16,9 @@ from flowdflash.generation import checked_rows, conversation, questions
 from flowdflash.items import Answer, GeneratedBatch
 from flowdflash.stage import Check, OpenContext, PipelinePath, Report, SilentReport, Sink, StageConfig
 
+OF_OLD_ANSWERS = frozenset({"stop_reason", "weight"})
+"""What a row says of the answers that it had."""
+
 
 class Responses(Sink):
     """Writes each prompt with its answers to one JSONL file, in the order of the prompts, when all are answered.
@@ -107,7 +110,8 @@ class Responses(Sink):
             kept = answers[:good]
             tokens = sum(answer.tokens for answer in kept)
             facts = {"finish_reason": kept[-1].finish_reason, "response_tokens": tokens}
-            entries.append(Entry(sample_id, "", {**row, "messages": _said(row, kept), **facts}))
+            about = {key: value for key, value in row.items() if key not in OF_OLD_ANSWERS}
+            entries.append(Entry(sample_id, "", {**about, "messages": _said(row, kept), **facts}))
         if good < len(questions(row)):
             reason = reasons[good] if good < len(answers) else "asked after an answer that was cut"
             why = {"sample": sample_id, "turn": good, "reason": reason}
@@ -145,7 +149,7 @@ class Responses(Sink):
         partial = self._partial
         if partial is None:
             return
-        if not self._written and partial.batches:
+        if not self._written and 0 < len(partial.batches) < self._expected:
             partial.write_dropped(self._rejects)
             done = f"{len(partial.batches):,} of {self._expected:,} batches were answered; they are in {partial.path}"
             self._report.warn(f"{done}, and the next run of this pipeline goes on from there")

@@ -137,8 +137,11 @@ def test_other_tools_words_for_an_answer_that_is_not_to_be_learnt_are_obeyed() -
         row = say("a", "b", "c", "d")
         row["messages"][1][key], row["messages"][3][key] = no, not no
         assert unlearnt(row) == {0}
-        for odd in (0, 0.0, "no", 1):  # a number is somebody's measurement
+        for odd in ("no", 0.5):
             row["messages"][1][key] = odd
+            if key == "loss":  # somebody's measurement
+                assert unlearnt({"messages": row["messages"][:2]}) == frozenset()
+                continue
             with pytest.raises(Rejected, match=f"`{key}` of an answer says neither yes nor no"):
                 unlearnt(row)
     assert unlearnt({**say("a", "b"), "weight": 0.5}) == frozenset()
@@ -164,6 +167,23 @@ def test_a_row_says_that_its_last_answer_was_cut_off(told: dict[str, str]) -> No
 )
 def test_what_would_change_the_sample_and_is_not_read_rejects_the_row(row: Any, key: str) -> None:
     assert reason(row) == f"`{key}` is not read"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**say("a", "b", system="be kind"), "system_prompt": "be kind"},
+        {**say("a", "b"), "documents": "doc-7"},
+        answer(reasoning="hm", reasoning_details=[{"text": "hm"}]),
+        answer(thinking="hm", thinking_blocks=[{"thinking": "hm"}]),
+        answer(thought="b"),
+        answer(reasoning_content=" "),
+        answer(tool_calls=[{"name": None, "function": {"name": "f", "arguments": {}, "strict": False}}]),
+        answer(tool_calls=[{"function": {"name": "f", "description": "x", "arguments": "{}"}, "args": {}}]),
+    ],
+)
+def test_what_is_read_under_another_name_as_well_costs_no_row(row: Any) -> None:
+    assert len(read_conversation(row).answers) == 1
 
 
 def test_keys_that_are_not_read_do_no_harm_while_they_are_empty() -> None:
@@ -220,7 +240,7 @@ def test_a_text_part_equals_plain_text() -> None:
             answer(tool_calls=[{"function": {"name": "f", "parameters": {"a": 1}}}]),
             "tool call with keys that are not read",
         ),
-        (answer(tool_calls=[{"name": "f", "input": {}}]), "tool call with keys that are not read"),
+        (answer(tool_calls=[{"name": "f", "input": "x"}]), "tool call with keys that are not read"),
         (
             answer(tool_calls=[{"arguments": {"a": 1}, "function": {"name": "f"}}]),
             "tool call with keys that are not read",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from flowdflash.data.rejects import UNSUPERVISED_AFTER_CUT
 from flowdflash.errors import DataInvalid, ModelInvalid
 from flowdflash.stage import Check
 from flowdflash.stages.chat_jsonl import ChatJsonl
+from flowdflash.target.load import load_tokenizer
 
 from .fixtures import END, T_GEN, T_PLAIN, T_THINK, f_row, make_tokenizer, say, write_rows
 
@@ -347,3 +349,31 @@ def test_switch_that_the_template_does_not_read_is_refused(open_source: Callable
     with pytest.raises(ModelInvalid, match=r"does not read thinking; it reads none$"):
         open_source([say("a", "b")], template_options={"thinking": False})
     assert open_source([say("a", "b")], switched, template_options={"thinking": True, "style": "x"})
+
+
+def test_file_that_is_only_touched_while_it_is_read_is_the_same(
+    tmp_path: Path, open_source: Callable[..., ChatJsonl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [say("a", "b")] * 3)
+    hashed = stored.store_key
+
+    def touched(*arguments: Any, **options: Any) -> str:
+        key = hashed(*arguments, **options)
+        os.utime(path, (1, 1))
+        return key
+
+    monkeypatch.setattr(stored, "store_key", touched)
+    assert open_source(path).summary()["rows_read"] == 3
+
+
+def test_tokenizer_of_a_model_knows_what_the_model_stops_at(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    for files, stops in (
+        ({"config.json": {"eos_token_id": 259}}, ("<|endoftext|>",)),
+        ({"generation_config.json": {"eos_token_id": [258, 5, 259]}}, ("<|im_end|>", "<|endoftext|>")),
+        ({"generation_config.json": {}}, ("<|endoftext|>",)),
+        ({"config.json": {}}, ()),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).write_text(json.dumps({"model_type": "qwen3", **text}))
+        assert load_tokenizer(str(tmp_path), tmp_path).generation_stops == stops

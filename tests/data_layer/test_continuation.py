@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -333,3 +334,79 @@ def test_marks_of_answers_whose_prompt_is_served_otherwise_are_compared_too() ->
     )
     check_samples(encode([row], right)[0], row, T_MOVES, [" hello<|im_end|>"])
     assert taught(only(encode([say("hi", "hello")], T_GEN)[0])) == "hello<|im_end|>"
+
+
+@pytest.mark.parametrize("content", ["<think>", "<think>\n"])
+def test_an_answer_that_was_cut_off_before_its_first_token_is_rejected(content: str) -> None:
+    assert reasons(encode([{**say("hi", content), "finish_reason": "length"}], T_OPENS)[0]) == [
+        "cut off before the first token"
+    ]
+
+
+@pytest.mark.parametrize("question", ["hi", "what is <think>?"])
+def test_an_answer_that_was_cut_off_keeps_what_the_target_wrote_before_its_text(question: str) -> None:
+    row = {**say(question, "a b"), "finish_reason": "length"}
+    check_samples(encode([row], T_CHANNELS)[0], row, T_CHANNELS, ["<|pad|>final\na b"])
+    moved = {**say(question, "a b", system="be kind"), "finish_reason": "length"}
+    check_samples(encode([moved], T_MOVES)[0], moved, T_MOVES, [" a b"])
+
+
+def test_an_answer_that_was_cut_off_has_nothing_of_the_ending_of_the_template() -> None:
+    ended = T_PLAIN.replace("'<|im_end|>\n'", "'\n<|mask|>end<|im_end|>\n'")
+    row = {**say("hi", "hello"), "finish_reason": "length"}
+    assert taught(only(encode([row], ended)[0])) == "hello"
+
+
+@pytest.mark.parametrize("result", ["", " ", "seen", "a\nb"])
+def test_a_call_and_its_result_are_never_part_of_the_answer_that_follows(result: str) -> None:
+    merged = (
+        LOOP
+        + "{% if m['role'] == 'tool' %}{{ '<r>' + m['content'].replace('\n', '|') + '</r>' }}{% else %}"
+        + "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}"
+        + HEAD
+        + "{% endif %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}"
+        + "{% if not m['tool_calls'] %}<|im_end|>{% endif %}{% endif %}"
+        + END
+        + PROMPT
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": result}]
+    (done,) = encode([{"messages": [*messages, {"role": "assistant", "content": "so it"}]}], merged)
+    assert (1, "generation prompt is no prefix of the answer") in [(r.turn, r.reason) for r in done.rejections]
+    assert [taught(sample) for sample in done.samples if sample.turn] == []
+
+
+def test_a_header_that_a_user_typed_is_not_that_of_the_answer() -> None:
+    headless = LOOP + "{{ m['content'] + '<|pad|>' }}" + END + "{% if add_generation_prompt %}</think>{% endif %}"
+    (result,) = encode([say("why </think> now", "because so")], headless)
+    assert "now" not in " ".join(taught(sample) for sample in result.samples)
+
+
+def test_every_answer_that_is_lost_has_a_rejection() -> None:
+    result = encode([say("hi", "hello", "bye", "ciao")], T_OPENS)[0]
+    assert [rejection.turn for rejection in result.rejections] == [0, 1]
+    row = say("hi", "hello", "bye", "ciao")
+    row["messages"][1]["weight"] = 0
+    assert [rejection.turn for rejection in encode([row], T_OPENS)[0].rejections] == [1]
+
+
+def test_arguments_that_a_template_leaves_out_are_missed() -> None:
+    named = LOOP + HEAD + "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}"
+    bare = named + "{% endfor %}<|im_end|>" + END + PROMPT
+    full = named + "{{ c['function']['arguments'] | tojson }}{% endfor %}<|im_end|>" + END + PROMPT
+    call = {"function": {"name": "look", "arguments": {"at": {"city": 'Bonn\n"x"', "n": 3}}}}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert encode([row], bare)[0].rejections[0].detail == "its arguments of a tool call"
+    assert only(encode([row], full)[0])
+    ended = {"messages": [row["messages"][0], {**row["messages"][1], "tool_calls": [{"function": {"name": "end"}}]}]}
+    ended["messages"][1]["content"] = "I look."
+    assert encode([ended], T_PLAIN)[0].rejections[0].detail == "its tool call", "im_end does not name it"
+
+
+def test_marks_of_an_answer_whose_prompt_is_served_otherwise_may_take_its_header_in() -> None:
+    marked = T_CHANNELS
+    for piece in re.findall(r"\{\{ '<\|im_start\|>assistant[^}]*\}\}", T_CHANNELS):
+        marked = marked.replace(piece, "{% generation %}" + piece + "{% endgeneration %}")
+    (plain,), (checked,) = encode([called()], T_CHANNELS), encode([called()], marked)
+    assert marked.count("{% generation %}") == 3 and len(checked.samples) == 2
+    assert [taught(sample) for sample in checked.samples] == [taught(sample) for sample in plain.samples]

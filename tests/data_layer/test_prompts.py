@@ -11,7 +11,7 @@ from flowdflash.data.prompts import load_prompts
 from flowdflash.errors import DataInvalid
 from flowdflash.stages.chat_jsonl import ChatJsonl
 
-from .fixtures import HEAD, PROMPT, make_tokenizer, say, write_rows
+from .fixtures import HEAD, PROMPT, T_EMPTY_THINK, make_tokenizer, say, write_rows
 
 
 def test_prompts_are_what_serving_would_tokenise(tmp_path: Path, tokenizer: Any) -> None:
@@ -106,3 +106,15 @@ def test_answer_of_another_turn_is_never_taken_for_one_that_was_left_out(tmp_pat
     rows = [say("a", "b", "c", "dd"), say("a", "bb", "c", "dd")]  # one token without an end token teaches nothing
     left_out, kept = load_prompts(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, answer_tokens=20)
     assert left_out.answered is None and kept.answered is not None
+
+
+def test_an_answer_to_a_later_question_is_not_taken_for_that_to_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    row = say("a", "somebody's", "c", "own")
+    row["messages"][1]["weight"] = 0
+    thinking = make_tokenizer(T_EMPTY_THINK)
+    path = write_rows(tmp_path / "rows.jsonl", [row, say("a", "bb")])
+    for each in (tokenizer, thinking):
+        other, own = load_prompts(path, each, answer_tokens=9)
+        assert other.answered is None and own.answered is not None
+        ids, start = own.answered
+        assert ids[: len(own.input_ids)].tolist() == own.input_ids.tolist() and ids[start:].tolist()[:2] == [*b"bb"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowdflash.data.learnt import unlearnt
+from flowdflash.data.learnt import is_cut_off, unlearnt
 from flowdflash.errors import DataInvalid
 from flowdflash.items import Answer, GeneratedBatch
 from flowdflash.stages.responses import Responses
@@ -311,3 +311,11 @@ def test_answers_that_were_there_before_are_not_to_be_learnt(tmp_path: Path) -> 
     (row,) = lines(path)
     assert [message.get("weight") for message in row["messages"]] == [None, 0, None, None]
     assert unlearnt(row) == {0} and row["messages"][3] == {"role": "assistant", "content": "own"}
+
+
+def test_what_a_row_says_of_its_old_answers_is_not_said_of_the_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    old = {"messages": [USER], "stop_reason": "max_tokens", "weight": 0, "n": 1}
+    written(path, tmp_path, [generated(0, ["own"], rows=[old])])
+    (row,) = lines(path)
+    assert row["n"] == 1 and not is_cut_off(row) and unlearnt(row) == frozenset()
