@@ -112,7 +112,10 @@ def read_conversation(value: Any) -> Conversation:
     entries = entries_of(value)
     messages = [_message(entry, number) for number, entry in enumerate(entries)]
     system = _text(value, "system", "the row")
-    _refuse_unread(value, "row", "the row", (system, *(m["content"] for m in messages[:1] if m["role"] == "system")))
+    if not value.keys().isdisjoint(UNREAD_KEYS["row"]):
+        _refuse_unread(
+            value, "row", "the row", (system, *(m["content"] for m in messages[:1] if m["role"] == "system"))
+        )
     if system.strip():
         if messages[0]["role"] == "system":
             raise Rejected("two system prompts", "`system` of the row and the first message")

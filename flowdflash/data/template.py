@@ -133,8 +133,12 @@ class ChatTemplate:
         if not answers:
             return [], left
         full = answers[-1].text
-        # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
-        if not left and all(each.as_rendered and full.startswith(each.text[: each.turn.end]) for each in answers):
+        whole = not left
+        for each in answers:
+            # What follows an end-of-turn token is not the target's, and may stand at the end of all only.
+            same = each.text is full or full.startswith(each.text[: each.turn.end])
+            whole = whole and each.as_rendered and same
+        if whole:
             turns = tuple([each.turn for each in answers])
             return [Rendering(full, turns, marks=fitted(answers[-1].marks, full, turns, self._header))], left
         return [each.alone(self._header) for each in answers], left
@@ -148,14 +152,13 @@ class ChatTemplate:
         content = message["content"]
         if self._closing and content.rstrip().endswith(self._closing):
             raise Rejected("markup in content", f"{self._closing}, which the template writes behind every answer")
-        opened = OPENED.search(prompt)
-        if cut_off and len(message) == 2 and (opened or content.lstrip().startswith("<think>")):
-            whole = prompt + own_words(content, opened)  # the template would end the thought
+        if text.startswith(prompt) and "think>" not in text:
+            written, at, start = text[end:], end, end
+        elif cut_off and len(message) == 2 and (content.lstrip().startswith("<think>") or OPENED.search(prompt)):
+            whole = prompt + own_words(content, OPENED.search(prompt))  # the template would end the thought
             if len(whole) == end:
                 raise Rejected("cut off before the first token", "nothing but the beginning of a thought is left")
             return _Answer(whole, Turn(end, end, len(whole), True), number, None, False)
-        if text.startswith(prompt) and "think>" not in text:
-            written, at, start = text[end:], end, end
         else:
             written, at = self._composed(conversation, prompt, text, messages)
             start = end + template_thinking(prompt, written, message)
@@ -168,6 +171,8 @@ class ChatTemplate:
         if spans is not None and at != end:
             moved = [(max(a, at) + end - at, b + end - at) for a, b in spans if b > at]
             spans = tuple(moved) if at >= 0 else None
+        if spans is not None and cut_off:  # the template ends the answer, and marks that
+            spans = tuple((a, min(b, turn.end)) for a, b in spans)
         return _Answer(whole, turn, number, spans, at == end)
 
     def _composed(
@@ -277,7 +282,7 @@ class ChatTemplate:
         if answer in text:
             self._suffix = text.rpartition(answer)[2]
             mark = MARK.match(self._suffix)
-            self._closing = mark[1] if mark else ""
+            self._closing = mark[1] if mark and mark[1] not in self._specials else ""
 
     def _turn_end(self, text: str, start: int, cut_off: bool) -> tuple[int, bool]:
         """Where an answer ends, and whether with a special token or cut off; ``text`` ends with its turn.

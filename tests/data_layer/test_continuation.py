@@ -351,6 +351,12 @@ def test_an_answer_that_was_cut_off_keeps_what_the_target_wrote_before_its_text(
     check_samples(encode([moved], T_MOVES)[0], moved, T_MOVES, [" a b"])
 
 
+@pytest.mark.parametrize("before", ["nothing", "header"])
+def test_marks_of_an_answer_that_was_cut_off_may_take_in_the_ending_that_it_has_not(before: str) -> None:
+    row = {**say("hi", "hello", "bye", "ciao"), "finish_reason": "length"}
+    assert taught(only(encode([row], marked(before, "newline"))[0])) == "hello<|im_end|> ciao"
+
+
 def test_an_answer_that_was_cut_off_has_nothing_of_the_ending_of_the_template() -> None:
     ended = T_PLAIN.replace("'<|im_end|>\n'", "'\n<|mask|>end<|im_end|>\n'")
     row = {**say("hi", "hello"), "finish_reason": "length"}
