@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from flowdflash.data.align import Ids, Mask
 from flowdflash.data.rejects import ANCHORLESS_AFTER_CUT, TOO_LONG, UNSUPERVISED_AFTER_CUT, Rejected
 
@@ -17,11 +19,14 @@ def within_limit(
         Rejected: the sample is to be dropped, or a draft could learn nothing from it.
     """
     truncated = len(mask) > max_length
-    if truncated and over_long == "drop":
-        raise Rejected(TOO_LONG, f"{len(mask)} tokens", turn)
-    ids, mask = ids[:max_length], mask[:max_length]
-    if not mask.any():
+    if truncated:
+        if over_long == "drop":
+            raise Rejected(TOO_LONG, f"{len(mask)} tokens", turn)
+        ids, mask = ids[:max_length], mask[:max_length]
+    supervised = np.count_nonzero(mask)
+    if not supervised:
         raise Rejected(UNSUPERVISED_AFTER_CUT if truncated else "no supervised token", turn=turn)
-    if not (mask[:-1] & mask[1:]).any():
+    # Where more than half are, two stand side by side.
+    if 2 * supervised <= len(mask) + 1 and not (mask[:-1] & mask[1:]).any():
         raise Rejected(ANCHORLESS_AFTER_CUT if truncated else "fewer than two supervised tokens in a row", turn=turn)
     return ids, mask, truncated

@@ -236,7 +236,7 @@ class ChatTemplate:
                     chat_template=template,
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=prompt,
-                    **{**self._variables, **conversation.options},
+                    **(self._variables if not conversation.options else {**self._variables, **conversation.options}),
                 )
         except self._refusals as error:
             raise Rejected("template refuses the conversation", f"{type(error).__name__}: {error}") from error
