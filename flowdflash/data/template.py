@@ -2,8 +2,9 @@
 
 The template itself says what is supervised. Rendering everything before an answer with the generation prompt gives the
 text that serving hands to the target; rendering up to and with the answer gives the same text plus what the target
-writes. What lies between is supervised. No role header is ever searched for in the text, so a user who types one
-changes nothing.
+writes. What lies between is supervised, and no role header is searched for, so a user who types one changes nothing.
+Where the second text does not begin with the first, ``continuation`` tells what the target writes, or the answer is
+rejected.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class ChatTemplate:
         if opened and (own := word_by_word(opened, text, messages[-1], self._suffix or "")) not in (None, written):
             written, at = str(own), -1
         if (empty := EMPTY_THINKING.match(written)) and written.startswith("<think>", empty.end()):
-            written, at = written[empty.end() :], at + empty.end()  # the template's, and then the message's own
+            # The template's, and then the message's own.
+            written, at = written[empty.end() :], at if at < 0 else at + empty.end()
         if opened and ("</think>" not in written or written.lstrip().startswith("<think>")):
             raise Rejected(
                 "no thought where the generation prompt begins one", f"it ends in {prompt[-40:]!r}{NO_THOUGHT}"
